@@ -1,0 +1,121 @@
+"""Settings of every process. Read once at start, from EPILORA_* variables; passed on by constructor.
+
+`epilora serve` sets these variables for its children; in Kubernetes a ConfigMap does.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+class CommonSettings(BaseSettings):
+    """What more than one process needs to agree on."""
+
+    model_config = SettingsConfigDict(env_prefix="EPILORA_", frozen=True, extra="ignore")
+
+    model: Path
+    """Directory of the Hugging Face checkpoint (config.json, *.safetensors, tokenizer files)."""
+    num_ranks: int = Field(default=1, ge=1)
+    """EP ranks in the group, G."""
+    run_dir: Path = Path("/tmp/epilora")
+    """Directory for Unix sockets."""
+    worker_address: str = "unix:{run_dir}/worker-{ep_rank}.sock"
+    """Address of a worker; {run_dir}, {ep_rank} and {port} (worker_base_port + ep_rank) are filled in."""
+    worker_base_port: int = 50100
+    """See worker_address."""
+    loader_address: str = "unix:{run_dir}/loader.sock"
+    """Address of the loader; {run_dir} is filled in."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Least severe level that is logged."""
+    max_message_bytes: int = Field(default=64 << 20, ge=1 << 20)
+    """Limit of one gRPC message, bytes."""
+
+    def worker_address_of(self, ep_rank: int) -> str:
+        """Address of one rank's worker."""
+        port = self.worker_base_port + ep_rank
+        return self.worker_address.format(run_dir=self.run_dir, ep_rank=ep_rank, port=port)
+
+    def loader_address_resolved(self) -> str:
+        """Address of the loader."""
+        return self.loader_address.format(run_dir=self.run_dir)
+
+
+class WorkerSettings(CommonSettings):
+    """Settings of a compute worker."""
+
+    placement: str = "linear"
+    """"linear", "round_robin", or the path of a JSON file with an explicit placement (docs/placement.md)."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Element type of the weights in memory; auto: the checkpoint's."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where a GPU is there."""
+    load_format: Literal["safetensors", "random"] = "safetensors"
+    """random: weights are drawn, not read (benchmarks; only config.json is needed)."""
+    expert_backend: Literal["auto", "loop", "grouped"] = "auto"
+    """loop: the plain reference, one expert after another; grouped: grouped matrix products. auto: grouped on a GPU."""
+    dispatch_backend: Literal["auto", "local", "allgather_reducescatter"] = "auto"
+    """How rows travel to their experts; auto: local for one rank."""
+    num_adapter_slots: int = Field(default=32, ge=1, le=1024)
+    """Adapters that may be active at once."""
+    max_adapter_bytes: int = Field(default=0, ge=0)
+    """Bytes that adapters may take on this rank; 0: 1/8 of the device's memory (GPU), or 4 GiB (CPU)."""
+    kv_cache_bytes: int = Field(default=0, ge=0)
+    """Bytes of the key/value cache; 0: 70 % of what is free after loading (GPU), or 256 MiB (CPU)."""
+    kv_block_size: int = Field(default=16, ge=1)
+    """Positions in a block of the key/value cache."""
+    max_sequence_length: int = Field(default=0, ge=0)
+    """Positions of a sequence, prompt and output; 0: the model's limit, as far as the cache allows."""
+    max_num_sequences: int = Field(default=64, ge=1)
+    """Requests that are generated at once on this rank."""
+    max_num_batched_tokens: int = Field(default=2048, ge=1)
+    """Tokens in one step of this rank; longer prompts are prefilled in chunks."""
+    max_queued_requests: int = Field(default=256, ge=1)
+    """Requests that may wait on this rank."""
+    output_queue_size: int = Field(default=1024, ge=1)
+    """Messages a client may leave unread before it is cancelled."""
+    collective_timeout_seconds: float = Field(default=30.0, gt=0)
+    """Deadline of every collective; past it the group restarts."""
+    expert_steps_per_generate_step: int = Field(default=1, ge=1)
+    """Expert steps done at most for each generate step while both have work."""
+    torch_threads: int = Field(default=0, ge=0)
+    """Threads of a CPU worker; 0: cores / ranks, at least 1."""
+
+
+class LoaderSettings(CommonSettings):
+    """Settings of the loader."""
+
+    cache_dir: Path = Path("/dev/shm/epilora")
+    """Directory of the slice cache; owned by one loader."""
+    cache_budget_bytes: int = Field(default=8 << 30, ge=1 << 20)
+    """Bytes the slice cache may use."""
+    adapter_roots: list[Path] = Field(default_factory=list)
+    """Directories under which adapters may lie. Empty: none may be loaded."""
+    max_header_bytes: int = Field(default=100 << 20, ge=1024)
+    """Limit of a safetensors header."""
+    max_lora_rank: int = Field(default=512, ge=1)
+    """Largest lora_rank accepted."""
+
+
+class GatewaySettings(CommonSettings):
+    """Settings of the gateway."""
+
+    listen: str = "127.0.0.1:50051"
+    """host:port of the public services; port 0: any free one."""
+    metrics_listen: str = "127.0.0.1:9400"
+    """host:port of the Prometheus metrics; port 0: any free one; empty: none."""
+    state_dir: Path = Path(".epilora")
+    """Directory of the adapter registry."""
+    drain_timeout_seconds: float = Field(default=30.0, ge=0)
+    """How long requests in flight may go on after an unload, a reload or a stop was asked for."""
+    load_timeout_seconds: float = Field(default=600.0, gt=0)
+    """Deadline of one adapter load."""
+    probe_interval_seconds: float = Field(default=0.5, gt=0)
+    """Time between two looks at each rank."""
+    probe_timeout_seconds: float = Field(default=2.0, gt=0)
+    """A rank that does not answer within this is not ready."""
+    address_file: Path | None = None
+    """Where to write the bound addresses as JSON once the gateway listens: {"listen": ..., "metrics": ...}."""
