@@ -29,19 +29,33 @@ class CommonSettings(BaseSettings):
     """See worker_address."""
     loader_address: str = "unix:{run_dir}/loader.sock"
     """Address of the loader; {run_dir} is filled in."""
+    worker_listen: str = ""
+    """Address a worker listens on, filled in like worker_address; empty: worker_address."""
+    loader_listen: str = ""
+    """Address the loader listens on, filled in like loader_address; empty: loader_address."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe level that is logged."""
     max_message_bytes: int = Field(default=64 << 20, ge=1 << 20)
     """Limit of one gRPC message, bytes."""
 
     def worker_address_of(self, ep_rank: int) -> str:
-        """Address of one rank's worker."""
-        port = self.worker_base_port + ep_rank
-        return self.worker_address.format(run_dir=self.run_dir, ep_rank=ep_rank, port=port)
+        """Address at which one rank's worker is reached."""
+        return self._fill(self.worker_address, ep_rank)
+
+    def worker_listen_of(self, ep_rank: int) -> str:
+        """Address on which one rank's worker listens."""
+        return self._fill(self.worker_listen or self.worker_address, ep_rank)
 
     def loader_address_resolved(self) -> str:
-        """Address of the loader."""
+        """Address at which the loader is reached."""
         return self.loader_address.format(run_dir=self.run_dir)
+
+    def loader_listen_resolved(self) -> str:
+        """Address on which the loader listens."""
+        return (self.loader_listen or self.loader_address).format(run_dir=self.run_dir)
+
+    def _fill(self, template: str, ep_rank: int) -> str:
+        return template.format(run_dir=self.run_dir, ep_rank=ep_rank, port=self.worker_base_port + ep_rank)
 
 
 class WorkerSettings(CommonSettings):

@@ -1,0 +1,90 @@
+"""`python -m compute_worker`: one EP rank. Started by torchrun, once per rank."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import structlog
+import torch
+
+from compute_worker.ep_group import EPGroup
+from compute_worker.servicer import WorkerServicer
+from compute_worker.worker import Worker
+from epilora.logs import setup_logs
+from epilora.rpc import start_server
+from epilora.settings import WorkerSettings
+from epilora.v1 import worker_service_pb2, worker_service_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+_SERVICE = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+_EXIT_GROUP_LOST = 70
+_FLUSH_SECONDS = 0.3
+
+
+def _set_threads(settings: WorkerSettings) -> None:
+    threads = settings.torch_threads or max(1, (os.cpu_count() or 1) // settings.num_ranks)
+    torch.set_num_threads(threads)
+
+
+def _exit_on_signal() -> None:
+    """Ends at once: the gateway drains before it stops a worker, and a collective cannot be interrupted anyway."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: os._exit(0))
+
+
+def _watch(worker: Worker, timeout_seconds: float) -> None:
+    """Ends the process when a turn outlasts its collectives' timeout: a captured collective has none of its own."""
+    while True:
+        time.sleep(min(1.0, timeout_seconds / 4))
+        age = worker.loop.seconds_since_turn
+        if age > 2 * timeout_seconds:
+            log.error("the step loop hangs", ep_rank=worker.ep_rank, step=worker.loop.step, seconds=round(age, 1))
+            os._exit(_EXIT_GROUP_LOST)
+
+
+async def _serve(settings: WorkerSettings) -> None:
+    aio_loop = asyncio.get_running_loop()
+    lost = asyncio.Event()
+    group = EPGroup.from_environment(settings)
+    setup_logs("worker", level=settings.log_level, ep_rank=group.ep_rank)
+    worker = Worker(settings=settings, group=group, on_failure=lambda _: aio_loop.call_soon_threadsafe(lost.set))
+    worker.loop.start()
+    threading.Thread(
+        target=_watch, args=(worker, settings.collective_timeout_seconds), name="watchdog", daemon=True
+    ).start()
+    address = settings.worker_listen_of(group.ep_rank)
+    if address.startswith("unix:"):
+        # A socket left by a worker that was killed would make the bind fail.
+        path = address.removeprefix("unix:")
+        if os.path.exists(path):
+            os.unlink(path)
+    server = await start_server(
+        address,
+        register=lambda s: worker_service_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerServicer(worker), s),
+        service_names=[_SERVICE],
+        max_message_bytes=settings.max_message_bytes,
+    )
+    await server.set_serving(["", _SERVICE], True)
+    log.info("ready", address=address, device=group.device_name, experts_bytes=worker.runner.memory().base_expert_bytes)
+    await lost.wait()
+    await server.set_serving(["", _SERVICE], False)
+    # Calls in flight have their error by now; let it leave the process.
+    await asyncio.sleep(_FLUSH_SECONDS)
+    os._exit(_EXIT_GROUP_LOST)
+
+
+def main() -> None:
+    """Runs one rank until it is told to end or loses its group."""
+    settings = WorkerSettings()  # type: ignore[call-arg]
+    _exit_on_signal()
+    _set_threads(settings)
+    asyncio.run(_serve(settings))
+
+
+if __name__ == "__main__":
+    main()

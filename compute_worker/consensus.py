@@ -1,0 +1,108 @@
+"""The small message that opens each step: what every rank has to do, so that all do the same.
+
+All ranks exchange one vector of int64 over gloo, whatever carries the tensors; none can step
+without the others, and a lost rank ends the exchange with an error on all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from compute_worker.control_log import Entry, Operation
+from epilora.errors import UnavailableError
+
+NO_LAYER = -1
+_FIELDS = 11
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proposal:
+    """What one rank would do in this step."""
+
+    step: int
+    num_tokens: int = 0
+    """Tokens of its generate step."""
+    expert_layer: int = NO_LAYER
+    """MoE layer of its expert step."""
+    num_expert_tokens: int = 0
+    """Tokens of its expert step."""
+    acknowledged: int = 0
+    """See ControlLog.acknowledged."""
+    refused: int = 0
+    """See ControlLog.refused."""
+    announced: Entry | None = None
+    """Leader only: see ControlLog.next_announcement."""
+    stopping: bool = False
+    """The rank was told to stop."""
+
+    def to_vector(self) -> list[int]:
+        """As int64s."""
+        entry = self.announced
+        tail = [entry.number, entry.operation, entry.generation, entry.adapter_slot] if entry else [0, 0, 0, 0]
+        return [
+            self.step,
+            self.num_tokens,
+            self.expert_layer,
+            self.num_expert_tokens,
+            self.acknowledged,
+            self.refused,
+            int(self.stopping),
+            *tail,
+        ]
+
+    @classmethod
+    def from_vector(cls, vector: list[int]) -> Proposal:
+        """The reverse of `to_vector`."""
+        step, tokens, layer, expert_tokens, acknowledged, refused, stopping, number, operation, generation, slot = (
+            vector
+        )
+        entry = None
+        if number:
+            entry = Entry(number=number, operation=Operation(operation), generation=generation, adapter_slot=slot)
+        return cls(
+            step=step,
+            num_tokens=tokens,
+            expert_layer=layer,
+            num_expert_tokens=expert_tokens,
+            acknowledged=acknowledged,
+            refused=refused,
+            announced=entry,
+            stopping=bool(stopping),
+        )
+
+
+class Consensus:
+    """Exchanges proposals between the ranks of a group.
+
+    Args:
+        num_ranks: ranks in the group; with one, nothing is exchanged.
+        group: gloo process group of the ranks; its timeout bounds the wait.
+    """
+
+    def __init__(self, *, num_ranks: int, group: dist.ProcessGroup | None) -> None:
+        self._num_ranks = num_ranks
+        self._group = group
+        self._received = torch.empty(num_ranks, _FIELDS, dtype=torch.int64)
+
+    def exchange(self, mine: Proposal) -> list[Proposal]:
+        """Everybody's proposal, in order of rank.
+
+        Raises:
+            UnavailableError: a rank is gone, or did not answer within the group's timeout.
+        """
+        if self._num_ranks == 1:
+            return [mine]
+        try:
+            dist.all_gather_into_tensor(
+                self._received.view(-1), torch.tensor(mine.to_vector(), dtype=torch.int64), group=self._group
+            )
+        except RuntimeError as error:
+            raise UnavailableError(
+                f"step {mine.step}: the other ranks did not answer: {error}", reason="RANK_LOST"
+            ) from error
+        proposals = [Proposal.from_vector(vector) for vector in self._received.tolist()]
+        assert all(p.step == mine.step for p in proposals), f"ranks are at steps {[p.step for p in proposals]}"
+        return proposals

@@ -1,0 +1,123 @@
+"""One generate step of this rank: chunks of sequences in, their next tokens out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+
+from compute_worker.model_runner import ModelRunner, SequenceSpan, StepBatch
+from compute_worker.requests import Finish, GenerateOutput, Sequence
+from compute_worker.sampler import Sampler
+from compute_worker.scheduler import Chunk, Scheduler
+
+
+class GenerateStep:
+    """Runs planned chunks through the model, samples, and sends what came out.
+
+    Args:
+        runner: computes the logits.
+        scheduler: told of sequences that end.
+        slot_of: adapter slot of an active generation.
+    """
+
+    def __init__(self, *, runner: ModelRunner, scheduler: Scheduler, slot_of: Callable[[int], int | None]) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._slot_of = slot_of
+        self._sampler = Sampler()
+
+    def run(self, chunks: list[Chunk], num_tokens_per_rank: SequenceOf[int]) -> None:
+        """Computes one step with all other ranks; `chunks` may be empty on this one."""
+        if not chunks:
+            self._runner.forward(None, num_tokens_per_rank)
+            return
+        batch, rows_of = self._batch(chunks)
+        logits_NV = self._runner.forward(batch, num_tokens_per_rank)
+        assert logits_NV is not None
+        for chunk in chunks:
+            chunk.sequence.num_computed = chunk.start + chunk.length
+        finishing = [chunk for chunk in chunks if chunk.completes]
+        tokens: list[int] = []
+        if finishing:
+            last_rows = torch.tensor([rows_of[id(chunk)].stop - 1 for chunk in finishing], device=logits_NV.device)
+            tokens = self._sampler.sample(logits_NV[last_rows], [chunk.sequence for chunk in finishing])
+        token_of = {id(chunk): token for chunk, token in zip(finishing, tokens, strict=True)}
+        for chunk in chunks:
+            self._send(chunk, token_of.get(id(chunk)), logits_NV, rows_of[id(chunk)])
+
+    def _batch(self, chunks: list[Chunk]) -> tuple[StepBatch, dict[int, range]]:
+        """The packed batch, and which rows of its logits belong to each chunk."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        spans: list[SequenceSpan] = []
+        logits_rows: list[int] = []
+        rows_of: dict[int, range] = {}
+        for chunk in chunks:
+            sequence, first = chunk.sequence, len(token_ids)
+            stop = chunk.start + chunk.length
+            token_ids += sequence.token_ids[chunk.start : stop]
+            positions += range(chunk.start, stop)
+            slots += [self._slot(sequence)] * chunk.length
+            spans.append(
+                SequenceSpan(query_start=first, query_len=chunk.length, kv_len=stop, block_table=sequence.block_table)
+            )
+            wanted = self._wanted_rows(chunk, first)
+            rows_of[id(chunk)] = range(len(logits_rows), len(logits_rows) + len(wanted))
+            logits_rows += wanted
+        batch = StepBatch(
+            token_ids=token_ids, positions=positions, adapter_slots=slots, sequences=spans, logits_rows=logits_rows
+        )
+        return batch, rows_of
+
+    def _wanted_rows(self, chunk: Chunk, first: int) -> range:
+        """Rows of the batch whose logits are needed: the last, and all of the prompt if asked for."""
+        if chunk.sequence.request.return_prompt_logits and chunk.start < chunk.sequence.num_prompt:
+            return range(first, first + chunk.length)
+        return range(first + chunk.length - 1, first + chunk.length) if chunk.completes else range(0)
+
+    def _slot(self, sequence: Sequence) -> int:
+        generation = sequence.request.adapter_generation
+        slot = self._slot_of(generation) if generation else -1
+        assert slot is not None, f"generation {generation} was retired while in use"
+        return slot
+
+    def _send(self, chunk: Chunk, token: int | None, logits_NV: torch.Tensor, rows: range) -> None:
+        sequence = chunk.sequence
+        request = sequence.request
+        prompt_logits = None
+        if request.return_prompt_logits and chunk.start < sequence.num_prompt:
+            prompt_logits = _to_numpy(logits_NV[rows.start : rows.stop])
+        finish = Finish.NOT_YET
+        logits = None
+        if token is not None:
+            sequence.token_ids.append(token)
+            finish = _finish_of(sequence, token)
+            if request.return_logits:
+                logits = _to_numpy(logits_NV[rows.stop - 1 : rows.stop])
+        elif prompt_logits is None:
+            return
+        output = GenerateOutput(
+            token_ids=() if token is None else (token,),
+            logits_NV=logits,
+            prompt_logits_NV=prompt_logits,
+            finish=finish,
+        )
+        if not sequence.outputs.put(output):
+            sequence.outputs.put(sequence.slow_reader_error())
+            sequence.cancelled = True
+        elif finish is not Finish.NOT_YET:
+            self._scheduler.finish(sequence)
+
+
+def _finish_of(sequence: Sequence, token: int) -> Finish:
+    if token in sequence.request.stop_token_ids:
+        return Finish.STOP
+    return Finish.LENGTH if sequence.num_generated >= sequence.request.max_tokens else Finish.NOT_YET
+
+
+def _to_numpy(rows_NV: torch.Tensor) -> np.ndarray:  # type: ignore[type-arg]
+    return rows_NV.to("cpu", torch.float32).numpy()

@@ -1,0 +1,248 @@
+"""The step loop: one thread that, in lockstep with the other ranks, computes everything this rank is asked for.
+
+Each turn: take in what arrived, plan, agree with the other ranks (`Consensus`), flip adapters (`ControlLog`),
+then one generate step and one expert step, if any rank has such work. A rank without work joins
+the collectives with no tokens. The loop waits for the other ranks only, never for a client.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import structlog
+import torch
+
+from compute_worker.consensus import NO_LAYER, Consensus, Proposal
+from compute_worker.control_log import Applied, ControlLog
+from compute_worker.expert_queue import ExpertCall, ExpertQueue, join
+from compute_worker.generate_step import GenerateStep
+from compute_worker.model_runner import ModelRunner
+from compute_worker.requests import Sequence
+from compute_worker.scheduler import Chunk, Scheduler
+from compute_worker.step_statistics import StepStatistics
+from epilora.errors import EpiloraError, UnavailableError
+
+log = structlog.get_logger(__name__)
+
+_BUSY_WAIT_SECONDS = 0.002
+_IDLE_WAIT_SECONDS = 0.02
+_IDLE_AFTER_SECONDS = 0.5
+
+
+class StepLoop:
+    """Owns the step thread.
+
+    Args:
+        ep_rank: this rank; 0 leads.
+        runner: computes the steps.
+        scheduler: sequences of this rank.
+        experts: ExpertService calls of this rank.
+        control: adapter changes.
+        consensus: agreement with the other ranks.
+        expert_steps_per_generate_step: expert steps done at most for each generate step while both have work.
+        on_failure: called in the step thread when the loop cannot go on; the process has to end.
+    """
+
+    def __init__(
+        self,
+        *,
+        ep_rank: int,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        experts: ExpertQueue,
+        control: ControlLog,
+        consensus: Consensus,
+        expert_steps_per_generate_step: int,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._leads = ep_rank == 0
+        self._ep_rank = ep_rank
+        self._runner = runner
+        self._scheduler = scheduler
+        self._experts = experts
+        self._control = control
+        self._consensus = consensus
+        self._expert_ratio = expert_steps_per_generate_step
+        self._on_failure = on_failure
+        self._generate = GenerateStep(runner=runner, scheduler=scheduler, slot_of=control.slot_of)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._step = 0
+        self._last_work = time.monotonic()
+        self._last_turn = time.monotonic()
+        self.statistics = StepStatistics()
+        self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Asks the loop to end; it does once every rank was asked."""
+        self._post(lambda: setattr(self, "_stopping", True))
+
+    @property
+    def step(self) -> int:
+        """Number of the last step."""
+        return self._step
+
+    @property
+    def seconds_since_turn(self) -> float:
+        """Age of the last completed turn, for the watchdog."""
+        return time.monotonic() - self._last_turn
+
+    @property
+    def num_running(self) -> int:
+        """Requests being generated."""
+        return self._scheduler.num_running
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait, ExpertService calls included."""
+        return self._scheduler.num_waiting + len(self._experts) + self._inbox.qsize()
+
+    def add_sequence(self, sequence: Sequence) -> None:
+        """Hands a request over. Any thread."""
+        self._post(lambda: self._scheduler.add(sequence))
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Ends a request whose answer nobody wants any more. Any thread."""
+        sequence.cancelled = True
+        self._wake.set()
+
+    def add_expert_call(self, call: ExpertCall) -> None:
+        """Hands an ExpertService call over. Any thread."""
+        self._post(lambda: self._experts.add(call))
+
+    def activate(self, generation: int) -> Future[Applied]:
+        """Leader: gives a staged generation a slot on every rank. Any thread."""
+        future: Future[Applied] = Future()
+        self._post(lambda: self._control.submit_activate(generation, future))
+        return future
+
+    def retire(self, generation: int) -> Future[Applied]:
+        """Leader: takes a generation away on every rank. Any thread."""
+        future: Future[Applied] = Future()
+        self._post(lambda: self._control.submit_retire(generation, future))
+        return future
+
+    def _post(self, action: Callable[[], None]) -> None:
+        self._inbox.put(action)
+        self._wake.set()
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while self._turn():
+                    pass
+            self._fail_all(UnavailableError("the worker is stopping", reason="STOPPING", retry_after_seconds=1.0))
+        except BaseException as error:
+            log.error("the step loop ended", step=self._step, exc_info=error)
+            reason = error.message if isinstance(error, EpiloraError) else f"{type(error).__name__}: {error}"
+            self._fail_all(
+                UnavailableError(
+                    f"rank {self._ep_rank} lost its group at step {self._step} ({reason}); it restarts, try again",
+                    reason="RANK_LOST",
+                    retry_after_seconds=2.0,
+                )
+            )
+            self._on_failure(error)
+
+    def _fail_all(self, error: EpiloraError) -> None:
+        self._take_in()
+        self._scheduler.fail_all(error)
+        self._experts.fail_all(error)
+        self._control.fail_all(error)
+
+    def _turn(self) -> bool:
+        self._take_in()
+        self._step += 1
+        # With a ratio of n, n - 1 of n steps are for ExpertService calls alone, while there are any. Steps are
+        # counted together, so ranks with such calls leave out their generate tokens in the same steps.
+        generates = self._step % self._expert_ratio == 0 or not len(self._experts)
+        chunks = self._scheduler.plan() if generates else []
+        calls = self._experts.plan()
+        proposals = self._consensus.exchange(
+            Proposal(
+                step=self._step,
+                num_tokens=sum(chunk.length for chunk in chunks),
+                expert_layer=calls[0].layer if calls else NO_LAYER,
+                num_expert_tokens=sum(call.num_tokens for call in calls),
+                acknowledged=self._control.acknowledged(),
+                refused=self._control.refused(),
+                announced=self._control.next_announcement() if self._leads else None,
+                stopping=self._stopping,
+            )
+        )
+        outstanding = self._control.advance(
+            step=self._step,
+            announced=proposals[0].announced,
+            acknowledged=[p.acknowledged for p in proposals],
+            refused=[p.refused for p in proposals],
+        )
+        worked = self._generate_step(chunks, [p.num_tokens for p in proposals])
+        worked |= self._expert_step(calls, proposals)
+        self._last_turn = time.monotonic()
+        if all(p.stopping for p in proposals):
+            return False
+        if worked:
+            self._last_work = self._last_turn
+        elif not outstanding:
+            self._idle()
+        return True
+
+    def _take_in(self) -> None:
+        self._wake.clear()
+        while True:
+            try:
+                self._inbox.get_nowait()()
+            except queue.Empty:
+                return
+
+    def _generate_step(self, chunks: list[Chunk], num_tokens_per_rank: list[int]) -> bool:
+        if not any(num_tokens_per_rank):
+            return False
+        start = time.perf_counter()
+        self._generate.run(chunks, num_tokens_per_rank)
+        mine = num_tokens_per_rank[self._ep_rank]
+        self.statistics.record("generate", num_tokens=mine, seconds=time.perf_counter() - start)
+        return True
+
+    def _expert_step(self, calls: list[ExpertCall], proposals: list[Proposal]) -> bool:
+        layers = sorted({p.expert_layer for p in proposals if p.expert_layer != NO_LAYER})
+        for layer in layers:
+            start = time.perf_counter()
+            num_tokens = [p.num_expert_tokens if p.expert_layer == layer else 0 for p in proposals]
+            mine = calls if calls and calls[0].layer == layer else []
+            self._forward_experts(layer, mine, num_tokens)
+            self.statistics.record("expert", num_tokens=num_tokens[self._ep_rank], seconds=time.perf_counter() - start)
+        return bool(layers)
+
+    def _forward_experts(self, layer: int, calls: list[ExpertCall], num_tokens: list[int]) -> None:
+        if not calls:
+            self._runner.forward_experts(layer, None, None, [], False, num_tokens)
+            return
+        x_TD, topk, generations = join(calls)
+        slots = [self._slot(generation) for generation in generations]
+        y_TD = self._runner.forward_experts(layer, x_TD, topk, slots, calls[0].routed_only, num_tokens)
+        assert y_TD is not None
+        y_TD = y_TD.to("cpu")
+        for call, part in zip(calls, y_TD.split([call.num_tokens for call in calls]), strict=True):
+            # A cancelled call has no reader any more.
+            if call.result.set_running_or_notify_cancel():
+                call.result.set_result(part)
+        self._experts.finish(calls)
+
+    def _slot(self, generation: int) -> int:
+        slot = self._control.slot_of(generation) if generation else -1
+        assert slot is not None, f"generation {generation} was retired while in use"
+        return slot
+
+    def _idle(self) -> None:
+        idle_for = time.monotonic() - self._last_work
+        self._wake.wait(_BUSY_WAIT_SECONDS if idle_for < _IDLE_AFTER_SECONDS else _IDLE_WAIT_SECONDS)

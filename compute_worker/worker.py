@@ -1,0 +1,164 @@
+"""One rank, put together: model, step loop, and what it says of itself."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+
+import torch.distributed as dist
+from epilora.load_spec import MoEEPLoadSpec
+from epilora.model_spec import ModelSpec
+from epilora.placement import ExpertPlacement
+
+from compute_worker.consensus import Consensus
+from compute_worker.control_log import ControlLog
+from compute_worker.ep_group import EPGroup
+from compute_worker.expert_queue import ExpertQueue
+from compute_worker.kv_blocks import KVBlockPool
+from compute_worker.model_runner import ModelRunner
+from compute_worker.scheduler import Scheduler
+from compute_worker.step_loop import StepLoop
+from compute_worker.tensors import data_type_of
+from epilora.settings import WorkerSettings
+from epilora.v1 import cluster_service_pb2, types_pb2, worker_service_pb2
+
+
+class Worker:
+    """Builds and owns everything of one rank.
+
+    Args:
+        settings: of this process.
+        group: the ranks that step together.
+        on_failure: called when the step loop cannot go on.
+    """
+
+    def __init__(
+        self, *, settings: WorkerSettings, group: EPGroup, on_failure: Callable[[BaseException], None]
+    ) -> None:
+        self.settings = settings
+        self.ep_rank = group.ep_rank
+        self.model = ModelSpec.from_directory(settings.model)
+        self._group = group
+        self._instance_id = uuid.uuid4().hex
+        self._placement = ExpertPlacement.make(settings.placement, self.model, group.num_ranks)
+        self._load_spec = MoEEPLoadSpec.make(self.model, self._placement, group.ep_rank)
+        self.runner = ModelRunner(settings, self.model, self._placement, group)
+        capacity = self.runner.num_kv_blocks * self.runner.kv_block_size
+        wanted = settings.max_sequence_length or self.model.max_position_embeddings
+        self.max_sequence_length = min(wanted, self.model.max_position_embeddings, capacity)
+        self.loop = self._make_loop(on_failure)
+        self._group_instance_id = _agree_on_id(group, self._instance_id)
+
+    def _make_loop(self, on_failure: Callable[[BaseException], None]) -> StepLoop:
+        runner, settings = self.runner, self.settings
+        control = ControlLog(
+            num_slots=settings.num_adapter_slots,
+            is_staged=runner.pool.is_staged,
+            in_use=lambda generation: scheduler.uses(generation) or experts.uses(generation),
+            activate=runner.pool.activate,
+            retire=runner.pool.retire,
+        )
+        scheduler = Scheduler(
+            blocks=KVBlockPool(num_blocks=runner.num_kv_blocks, block_size=runner.kv_block_size),
+            max_num_sequences=settings.max_num_sequences,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            slot_of=control.slot_of,
+            is_staged=runner.pool.is_staged,
+        )
+        experts = ExpertQueue(
+            max_num_tokens=settings.max_num_batched_tokens, slot_of=control.slot_of, is_staged=runner.pool.is_staged
+        )
+        return StepLoop(
+            ep_rank=self.ep_rank,
+            runner=runner,
+            scheduler=scheduler,
+            experts=experts,
+            control=control,
+            consensus=Consensus(num_ranks=self._group.num_ranks, group=self._group.control_group),
+            expert_steps_per_generate_step=settings.expert_steps_per_generate_step,
+            on_failure=on_failure,
+        )
+
+    def info(self) -> worker_service_pb2.GetWorkerInfoResponse:
+        """The rank as a message."""
+        placement = self._placement.to_proto()
+        return worker_service_pb2.GetWorkerInfoResponse(
+            rank=cluster_service_pb2.RankInfo(
+                ep_rank=self.ep_rank,
+                address=self.settings.worker_address_of(self.ep_rank),
+                ready=True,
+                device=self._group.device_name,
+                pid=os.getpid(),
+                instance_id=self._instance_id,
+                num_steps=self.loop.step,
+                num_running_requests=self.loop.num_running,
+                num_queued_requests=self.loop.num_queued,
+            ),
+            model=self._model_info(),
+            load_spec=self._load_spec.to_proto(),
+            dense_modules=[
+                types_pb2.DenseModule(module=m.module, in_features=m.in_features, out_features=m.out_features)
+                for m in self.model.dense_modules
+            ],
+            placement=placement,
+            memory=self._memory(),
+            num_adapter_slots=self.settings.num_adapter_slots,
+            max_sequence_length=self.max_sequence_length,
+            steps=self.loop.statistics.to_proto(),
+            group_instance_id=self._group_instance_id,
+        )
+
+    def _model_info(self) -> cluster_service_pb2.ModelInfo:
+        model = self.model
+        first = model.moe_layers[0]
+        return cluster_service_pb2.ModelInfo(
+            name=model.name,
+            model_type=model.model_type,
+            digest=model.digest,
+            dtype=data_type_of(self.runner.dtype),
+            num_layers=model.num_layers,
+            moe_layers=[layer.layer for layer in model.moe_layers],
+            num_experts=first.num_experts,
+            num_experts_per_token=model.num_experts_per_token,
+            hidden_size=model.hidden_size,
+            intermediate_size=first.intermediate_size,
+            vocab_size=model.vocab_size,
+            max_sequence_length=self.max_sequence_length,
+            has_tokenizer=model.has_tokenizer,
+            eos_token_ids=model.eos_token_ids,
+        )
+
+    def _memory(self) -> cluster_service_pb2.RankMemory:
+        report = self.runner.memory()
+        return cluster_service_pb2.RankMemory(
+            ep_rank=self.ep_rank,
+            base_expert_bytes=report.base_expert_bytes,
+            base_dense_bytes=report.base_dense_bytes,
+            kv_cache_bytes=report.kv_cache_bytes,
+            adapter_bytes=report.adapter_bytes,
+            process_anon_bytes=report.process_anon_bytes,
+            base_expert_growth_bytes=report.base_expert_growth_bytes,
+            device_free_bytes=report.device_free_bytes,
+            device_total_bytes=report.device_total_bytes,
+            device_allocated_bytes=report.device_allocated_bytes,
+            adapters=[
+                cluster_service_pb2.ResidentAdapter(
+                    name=resident.name,
+                    generation=resident.generation,
+                    adapter_slot=resident.adapter_slot,
+                    expert_bytes=resident.expert_bytes,
+                    dense_bytes=resident.dense_bytes,
+                )
+                for resident in sorted(self.runner.pool.residents(), key=lambda r: r.generation)
+            ],
+        )
+
+
+def _agree_on_id(group: EPGroup, mine: str) -> str:
+    """ep_rank 0's id, on every rank. Waits until every rank has loaded its weights."""
+    if group.num_ranks == 1:
+        return mine
+    box = [mine]
+    dist.broadcast_object_list(box, src=0, group=group.control_group)
+    return box[0]
