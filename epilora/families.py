@@ -1,0 +1,177 @@
+"""The model families as data: what their config.json calls things and which modules their layers hold.
+
+A family is one Hugging Face `model_type`. To add one whose decoder layers are made of linear maps and stacked
+experts, add an entry to `FAMILIES`; no code elsewhere names a family. Module paths are those of transformers 5.
+
+Legend of the sizes that `DenseModuleTemplate` refers to (`Size`):
+    D hidden size, Q query heads x head dim, KV key/value heads x head dim, E experts,
+    F_DENSE width of a dense MLP layer, F_SHARED width of the shared expert, ONE 1.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from epilora.errors import InvalidArgumentError
+
+
+class GateUpLayout(enum.IntEnum):
+    """How the experts' first projection is stored; values of the proto enum."""
+
+    CONCATENATED = 1
+    """Rows 0..F-1 are gate, F..2F-1 are up."""
+    INTERLEAVED = 2
+    """Even rows are gate, odd rows are up."""
+    NOT_GATED = 3
+    """No gate: the projection has F rows."""
+
+
+class Size(enum.Enum):
+    """A size that a family's config determines; see the module's legend."""
+
+    D = "hidden"
+    Q = "query"
+    KV = "key_value"
+    E = "experts"
+    F_DENSE = "dense_intermediate"
+    F_SHARED = "shared_intermediate"
+    ONE = "one"
+
+
+class Where(enum.Enum):
+    """Decoder layers that hold a module."""
+
+    ALL = "all"
+    MOE = "moe"
+    DENSE = "dense"
+
+
+class Projection(enum.StrEnum):
+    """A projection of a routed expert, as the normal form and the slice files name it."""
+
+    GATE_UP = "gate_up"
+    GATE = "gate"
+    UP = "up"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseModuleTemplate:
+    """A linear map in decoder layers, outside the routed experts."""
+
+    path: str
+    """Path below the decoder layer, e.g. "self_attn.q_proj"."""
+    in_size: Size
+    out_size: Size
+    where: Where = Where.ALL
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFamily:
+    """What epilora has to know of a model_type."""
+
+    model_type: str
+    layers_path: str = "model.layers"
+    """Path of the list of decoder layers."""
+    experts_path: str = "mlp.experts"
+    """Path of the experts' module below a decoder layer."""
+    num_experts_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
+    """Spellings of E in config.json, over the versions of transformers."""
+    intermediate_size_key: str = "moe_intermediate_size"
+    """Key of F in config.json."""
+    shared_intermediate_size_key: str = ""
+    """Key of the shared expert's width; empty if there is none."""
+    sparse_layers_by_config: bool = False
+    """True if mlp_only_layers and decoder_sparse_step say which layers have experts; else all have."""
+    gate_up_layout: GateUpLayout = GateUpLayout.CONCATENATED
+    expert_parameters_in_out: bool = False
+    """True if the stacked expert parameters are stored (E, in, out), False for (E, out, in)."""
+    dense_modules: tuple[DenseModuleTemplate, ...] = ()
+    module_renames: tuple[tuple[str, str], ...] = ()
+    """(old, new) path segments of adapters that were trained on an older module tree."""
+    expert_projections: Mapping[str, Projection] = field(default_factory=lambda: _GATED_PROJECTIONS)
+    """Name of a single expert's linear map in per-expert adapters -> projection."""
+    stacked_parameters: Mapping[str, Projection] = field(default_factory=lambda: _GATED_PARAMETERS)
+    """Name of a stacked expert parameter -> projection, in the order in which the module declares them."""
+
+
+_GATED_PROJECTIONS: Mapping[str, Projection] = MappingProxyType(
+    {"gate_proj": Projection.GATE, "up_proj": Projection.UP, "down_proj": Projection.DOWN}
+)
+_GATED_PARAMETERS: Mapping[str, Projection] = MappingProxyType(
+    {"gate_up_proj": Projection.GATE_UP, "down_proj": Projection.DOWN}
+)
+
+_ATTENTION = (
+    DenseModuleTemplate(path="self_attn.q_proj", in_size=Size.D, out_size=Size.Q),
+    DenseModuleTemplate(path="self_attn.k_proj", in_size=Size.D, out_size=Size.KV),
+    DenseModuleTemplate(path="self_attn.v_proj", in_size=Size.D, out_size=Size.KV),
+    DenseModuleTemplate(path="self_attn.o_proj", in_size=Size.Q, out_size=Size.D),
+)
+_ROUTER = (DenseModuleTemplate(path="mlp.gate", in_size=Size.D, out_size=Size.E, where=Where.MOE),)
+_DENSE_MLP = (
+    DenseModuleTemplate(path="mlp.gate_proj", in_size=Size.D, out_size=Size.F_DENSE, where=Where.DENSE),
+    DenseModuleTemplate(path="mlp.up_proj", in_size=Size.D, out_size=Size.F_DENSE, where=Where.DENSE),
+    DenseModuleTemplate(path="mlp.down_proj", in_size=Size.F_DENSE, out_size=Size.D, where=Where.DENSE),
+)
+_SHARED_EXPERT = (
+    DenseModuleTemplate(path="mlp.shared_expert.gate_proj", in_size=Size.D, out_size=Size.F_SHARED, where=Where.MOE),
+    DenseModuleTemplate(path="mlp.shared_expert.up_proj", in_size=Size.D, out_size=Size.F_SHARED, where=Where.MOE),
+    DenseModuleTemplate(path="mlp.shared_expert.down_proj", in_size=Size.F_SHARED, out_size=Size.D, where=Where.MOE),
+    DenseModuleTemplate(path="mlp.shared_expert_gate", in_size=Size.D, out_size=Size.ONE, where=Where.MOE),
+)
+
+_MIXTRAL_PROJECTIONS: Mapping[str, Projection] = MappingProxyType(
+    {**_GATED_PROJECTIONS, "w1": Projection.GATE, "w3": Projection.UP, "w2": Projection.DOWN}
+)
+
+FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
+    {
+        family.model_type: family
+        for family in (
+            ModelFamily(
+                model_type="qwen3_moe",
+                sparse_layers_by_config=True,
+                dense_modules=(*_ATTENTION, *_ROUTER, *_DENSE_MLP),
+            ),
+            ModelFamily(
+                model_type="qwen2_moe",
+                sparse_layers_by_config=True,
+                shared_intermediate_size_key="shared_expert_intermediate_size",
+                dense_modules=(*_ATTENTION, *_ROUTER, *_SHARED_EXPERT, *_DENSE_MLP),
+            ),
+            ModelFamily(
+                model_type="mixtral",
+                intermediate_size_key="intermediate_size",
+                dense_modules=(*_ATTENTION, *_ROUTER),
+                # transformers 4 called the block block_sparse_moe, and the experts' maps w1, w2, w3.
+                module_renames=(("block_sparse_moe", "mlp"),),
+                expert_projections=_MIXTRAL_PROJECTIONS,
+            ),
+            ModelFamily(
+                model_type="olmoe",
+                intermediate_size_key="intermediate_size",
+                dense_modules=(*_ATTENTION, *_ROUTER),
+            ),
+        )
+    }
+)
+
+
+def family_of(model_type: str) -> ModelFamily:
+    """The family of a model_type.
+
+    Raises:
+        InvalidArgumentError: reason UNKNOWN_MODEL_FAMILY.
+    """
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise InvalidArgumentError(
+            f"model_type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}",
+            reason="UNKNOWN_MODEL_FAMILY",
+            metadata={"model_type": model_type},
+        )
+    return family
