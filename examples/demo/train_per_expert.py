@@ -5,8 +5,8 @@
     /tmp/per-expert/bin/python examples/demo/train_per_expert.py --output examples/demo/per_expert_adapter
 
 Transformers 4 keeps each expert as a module of its own, so PEFT adapts each like any linear layer; transformers 5
-fused them. The router (`mlp.gate`) is adapted too, which only works there. The result is committed with PEFT's own greedy
-tokens and logits for `prompts.PROMPTS` in `expected.safetensors`: `prompt_ids.<i>`, `token_ids.<i>` (int64) and
+fused them. The router (`mlp.gate`) is adapted too, which only works there. The result is committed with PEFT's own
+greedy tokens and logits for `prompts.PROMPTS` in `expected.safetensors`: `prompt_ids.<i>`, `token_ids.<i>` (int64) and
 `logits.<i>` (float32 [P + N - 1, V]). Takes about a minute on one core.
 """
 
@@ -32,7 +32,7 @@ SEED = 11
 
 
 def load_base(checkpoint: Path) -> Qwen3MoeForCausalLM:
-    """The checkpoint of transformers 5 in transformers 4, which spells two settings otherwise and would not complain."""
+    """The checkpoint in transformers 4, which spells two settings otherwise and takes defaults without a word."""
     values = json.loads((checkpoint / "config.json").read_text())
     values["num_experts"] = values.pop("num_local_experts")
     values["rope_theta"] = values.pop("rope_parameters")["rope_theta"]

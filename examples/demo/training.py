@@ -32,7 +32,7 @@ def train(
     learning_rate: float,
     batch_size: int,
 ) -> float:
-    """Trains the parameters that require a gradient on whole texts, with AdamW and a linear decay. Returns the last loss.
+    """Trains what requires a gradient on whole texts, with AdamW and a linear decay. Returns the last loss.
 
     Args:
         model: a causal language model of transformers, or PEFT's wrapper of one.

@@ -1,0 +1,107 @@
+# Everything a person runs. `make` alone lists it.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+RANKS ?= 2
+SERVE_ARGS ?=
+PYTEST_ARGS ?=
+OVERLAY ?= gpu
+KUBECTL := $(BIN)/kubectl
+
+.PHONY: help
+help: ## List what can be made
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# torch first and by its exact version: anything else might pull another build as a dependency.
+$(INSTALLED): constraints.txt pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; pass PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+.PHONY: setup
+setup: $(INSTALLED) ## Make .venv with everything in it
+
+.PHONY: demo
+demo: setup ## Train an adapter, serve it with 2 ranks beside another one, compare every answer with PEFT's
+	$(BIN)/python examples/demo/demo.py
+
+.PHONY: serve
+serve: setup ## Serve a checkpoint: make serve MODEL=path [RANKS=2] [SERVE_ARGS="--adapter name=path"]
+	@test -n "$(MODEL)" || { echo 'Which model? make serve MODEL=path/of/checkpoint [RANKS=2]' >&2; exit 2; }
+	$(BIN)/epilora serve --model "$(MODEL)" --ranks $(RANKS) $(SERVE_ARGS)
+
+.PHONY: run
+run: setup ## Serve the demo's checkpoint with its committed adapter, named poet
+	$(BIN)/epilora serve --model examples/demo/checkpoint --ranks $(RANKS) --adapter poet=examples/demo/per_expert_adapter
+
+.PHONY: test
+test: setup ## Run the tests: make test [PYTEST_ARGS="tests/deploy -k ports"]
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: soak
+soak: setup ## Run the long tests: churn under traffic, killed processes
+	$(BIN)/python -m pytest -m soak --timeout 1800 $(PYTEST_ARGS)
+
+.PHONY: check
+check: lint types proto-check deploy-check test ## Everything CI checks
+
+.PHONY: lint
+lint: setup ## Style of Python files and of the Dockerfile
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/hadolint Dockerfile
+
+.PHONY: format
+format: setup ## Let ruff put Python files in order
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: types
+types: setup ## Types, strictly
+	$(BIN)/mypy
+
+.PHONY: protos
+protos: setup ## Generate epilora/v1 from protos/
+	$(BIN)/python scripts/protos.py
+
+.PHONY: proto-check
+proto-check: setup ## Generated code is fresh, protos are well-formed and break no release
+	$(BIN)/python scripts/protos.py --check
+	$(BIN)/buf lint
+	@tag=$$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null || true); \
+	if [ -n "$$tag" ]; then $(BIN)/buf breaking --against ".git#tag=$$tag"; else echo 'buf breaking: no release to compare with yet'; fi
+
+.PHONY: docs
+docs: setup ## Write the generated parts of README.md (the settings table)
+	$(BIN)/python scripts/settings_table.py
+
+.PHONY: bench
+bench: setup ## Run the benchmarks of the kernels; results go to benchmarks/results/
+	$(BIN)/python -m benchmarks.kernels
+
+.PHONY: deploy
+deploy: setup ## Deploy to the cluster of the current kubectl context: make deploy [OVERLAY=gpu|cpu|two-replicas]
+	$(KUBECTL) apply -k deploy/overlays/$(OVERLAY)
+
+.PHONY: undeploy
+undeploy: setup ## Remove what make deploy made; volumes with adapters and the registry stay
+	$(KUBECTL) delete --ignore-not-found -k deploy/overlays/$(OVERLAY)
+
+.PHONY: deploy-check
+deploy-check: setup ## Render every overlay and validate it strictly, without a cluster
+	for overlay in deploy/overlays/*; do \
+	  echo "$$overlay"; \
+	  $(KUBECTL) kustomize "$$overlay" | $(BIN)/kubernetes-validate --strict --quiet -; \
+	done
+
+.PHONY: clean
+clean: ## Remove what was built, the virtual environment included
+	rm -rf $(VENV) .demo .run .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info examples/clients/node/node_modules
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
