@@ -22,6 +22,10 @@ log = structlog.get_logger(__name__)
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
 
+LIVENESS_SERVICE = "liveness"
+"""Health name that is SERVING from the first moment a server listens: for liveness probes, which must not end a
+process that only waits for others."""
+
 ServerObserver = Callable[[str, str, float], None]
 """Called after each RPC with its full method name, the name of its status code, and its duration in seconds."""
 
@@ -238,5 +242,6 @@ async def start_server(
         raise OSError(f"cannot listen on {address}: {error}") from error
     wrapped = Server(server=server, health=servicer, port=0 if address.startswith("unix:") else port)
     await wrapped.set_serving(["", *service_names], False)
+    await wrapped.set_serving([LIVENESS_SERVICE], True)
     await server.start()
     return wrapped
