@@ -77,6 +77,8 @@ class WorkerSettings(CommonSettings):
     """Adapters that may be active at once."""
     max_adapter_bytes: int = Field(default=0, ge=0)
     """Bytes that adapters may take on this rank; 0: 1/8 of the device's memory (GPU), or 4 GiB (CPU)."""
+    adapter_dtype: Literal["model", "file"] = "model"
+    """Element type of adapters in memory: the model's, or that of the adapter's file (twice the bytes for float32)."""
     kv_cache_bytes: int = Field(default=0, ge=0)
     """Bytes of the key/value cache; 0: 70 % of what is free after loading (GPU), or 256 MiB (CPU)."""
     kv_block_size: int = Field(default=16, ge=1)

@@ -1,0 +1,1 @@
+"""Dispatch sends rows to the ranks of their experts; combine brings the results back."""

@@ -1,0 +1,155 @@
+"""From the views of a slice file to tensors in memory: one flat buffer of matrices, one of scales.
+
+Legend: e local slots, r lora rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from compute_worker.dense_lora import DensePair
+from compute_worker.experts_base import LayerPairs, LoraPair
+from compute_worker.slice_reader import AdapterSlice, DenseSlice, ExpertSlice
+
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
+"""(elements, dtype) -> flat tensor on the device."""
+
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterTensors:
+    """An adapter as the kernels read it.
+
+    Attributes:
+        layers: pairs of the local experts, by layer.
+        dense: pairs of dense modules, by path.
+        buffers: the storages all of them are views of.
+    """
+
+    layers: Mapping[int, LayerPairs]
+    dense: Mapping[str, DensePair]
+    buffers: tuple[torch.Tensor, ...]
+
+    def storage_bytes(self) -> int:
+        """Bytes of the live storages."""
+        return sum(buffer.untyped_storage().nbytes() for buffer in self.buffers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterPlan:
+    """What an adapter will take.
+
+    Attributes:
+        source: views of the file.
+        dtype: of the matrices in memory.
+        lora_rank: rank per slot as stored in memory, one entry for each of source.experts.
+        expert_bytes: of expert matrices and scales.
+        dense_bytes: of dense matrices.
+    """
+
+    source: AdapterSlice
+    dtype: torch.dtype
+    lora_rank: tuple[tuple[int, ...], ...]
+    expert_bytes: int
+    dense_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """All bytes."""
+        return self.expert_bytes + self.dense_bytes
+
+
+def plan_adapter(source: AdapterSlice, *, dtype: torch.dtype | None, rank_multiple: int) -> AdapterPlan:
+    """Decides ranks and bytes; see AdapterPool for the arguments."""
+    tensors = [*(part.a for part in source.experts), *(part.a for part in source.dense)]
+    if dtype is None:
+        dtype = tensors[0].dtype if tensors else torch.float32
+        for tensor in tensors:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    ranks = tuple(_stored_ranks(part.lora_rank, rank_multiple) for part in source.experts)
+    elements = sum(
+        sum(rank) * (part.a.shape[1] + part.out_features) for part, rank in zip(source.experts, ranks, strict=True)
+    )
+    return AdapterPlan(
+        source=source,
+        dtype=dtype,
+        lora_rank=ranks,
+        expert_bytes=elements * dtype.itemsize + sum(len(rank) for rank in ranks) * _SCALE_BYTES,
+        dense_bytes=sum(part.a.numel() + part.b.numel() for part in source.dense) * dtype.itemsize,
+    )
+
+
+def fill_adapter(plan: AdapterPlan, allocate: Allocate) -> AdapterTensors:
+    """Allocates both buffers, and copies and casts everything into them."""
+    scale_count = sum(len(rank) for rank in plan.lora_rank)
+    matrix_bytes = plan.num_bytes - scale_count * _SCALE_BYTES
+    matrices = _Cursor(allocate(matrix_bytes // plan.dtype.itemsize, plan.dtype))
+    scales = _Cursor(allocate(scale_count, torch.float32))
+    layers: dict[int, dict[str, LoraPair]] = {}
+    for part, rank in zip(plan.source.experts, plan.lora_rank, strict=True):
+        layers.setdefault(part.layer, {})[part.projection] = _fill_expert(part, rank, matrices, scales)
+    dense = {part.module: _fill_dense(part, matrices) for part in plan.source.dense}
+    assert matrices.is_full
+    assert scales.is_full
+    return AdapterTensors(layers=layers, dense=dense, buffers=(matrices.flat, scales.flat))
+
+
+class _Cursor:
+    """Takes consecutive parts of a flat buffer."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self.flat = flat
+        self._next = 0
+
+    def take(self, source: torch.Tensor) -> torch.Tensor:
+        """The next part, holding a copy of source in its shape."""
+        part = self.flat[self._next : self._next + source.numel()].view(source.shape)
+        self._next += source.numel()
+        # The cast is done where the copy arrives: on a GPU, on the stream of the copy.
+        part.copy_(source.to(part.device))
+        return part
+
+    @property
+    def is_full(self) -> bool:
+        return self._next == self.flat.numel()
+
+
+def _fill_expert(part: ExpertSlice, rank: tuple[int, ...], matrices: _Cursor, scales: _Cursor) -> LoraPair:
+    a, b = (part.a, part.b) if rank == part.lora_rank else _padded(part, rank[0])
+    return LoraPair(
+        a=matrices.take(a),
+        b=matrices.take(b),
+        lora_rank=rank,
+        scale_e=scales.take(part.scale_e),
+        out_features=part.out_features,
+    )
+
+
+def _fill_dense(part: DenseSlice, matrices: _Cursor) -> DensePair:
+    return DensePair(a=matrices.take(part.a), b=matrices.take(part.b), scale=part.scale)
+
+
+def _stored_ranks(lora_rank: tuple[int, ...], multiple: int) -> tuple[int, ...]:
+    """The same rank for all slots, a multiple of `multiple`; as they are for 0. Example: (3, 0), 8 -> (8, 8)."""
+    if multiple == 0:
+        return lora_rank
+    largest = -(-max(lora_rank, default=0) // multiple) * multiple
+    return (largest,) * len(lora_rank)
+
+
+def _padded(part: ExpertSlice, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks widened to `rank` with zeros, which add nothing."""
+    num_slots = len(part.lora_rank)
+    a = part.a.new_zeros((num_slots, rank, part.a.shape[1]))
+    b = part.b.new_zeros((num_slots, part.out_features, rank))
+    first = 0
+    for slot, own in enumerate(part.lora_rank):
+        a[slot, :own] = part.a[first : first + own]
+        block = part.b[part.out_features * first : part.out_features * (first + own)]
+        b[slot, :, :own] = block.view(part.out_features, own)
+        first += own
+    return a.flatten(0, 1), b.flatten()

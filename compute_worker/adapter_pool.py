@@ -1,0 +1,244 @@
+"""Adapters in this rank's memory: staged by RPC threads, made active and retired by the step thread.
+
+An adapter's matrices are views of one flat buffer, its scales of a second one, so that loading and unloading are two
+allocations and their bytes are exact.
+
+Legend: e local slots, r lora rank.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import structlog
+import torch
+
+from compute_worker.adapter_buffers import AdapterPlan, AdapterTensors, fill_adapter, plan_adapter
+from compute_worker.slice_reader import read_slice
+from epilora.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
+from epilora.load_spec import MoEEPLoadSpec
+from epilora.model_spec import ModelSpec
+
+_STAGE_WAIT_SECONDS = 60.0
+_INACTIVE = -1
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resident:
+    """An adapter in this rank's memory.
+
+    Attributes:
+        name: public name.
+        generation: unique number of this load.
+        adapter_slot: -1 while only staged.
+        expert_bytes: bytes of its pairs and scales for the local experts.
+        dense_bytes: bytes of its pairs for dense modules.
+    """
+
+    name: str
+    generation: int
+    adapter_slot: int
+    expert_bytes: int
+    dense_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    resident: Resident
+    tensors: AdapterTensors
+
+
+class AdapterPool:
+    """Thread-safe. Every method returns quickly but stage and discard, which wait for a stage under way.
+
+    Args:
+        model: the model.
+        load_spec: of this rank.
+        dtype: element type of the matrices in memory; None keeps the file's.
+        device: where they go.
+        max_bytes: all adapters together.
+        rank_multiple: lora ranks of a projection are made equal and padded to a multiple of this, as grouped products
+            need; 0 leaves them as they are.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: ModelSpec,
+        load_spec: MoEEPLoadSpec,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        max_bytes: int,
+        rank_multiple: int,
+    ) -> None:
+        self._load_spec = load_spec
+        self._dense_modules = {spec.module: spec for spec in model.dense_modules}
+        self._dtype = dtype
+        self._device = device
+        self._max_bytes = max_bytes
+        self._rank_multiple = rank_multiple
+        self._stage_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._entries: dict[int, _Entry] = {}
+        self._active: Mapping[int, AdapterTensors] = {}
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def stage(self, *, name: str, generation: int, path: Path, placement_id: str) -> int:
+        """Copies a slice to this rank's memory. Idempotent.
+
+        Returns:
+            Bytes it takes.
+
+        Raises:
+            StalePlacementError: the slice is for another placement, rank or model.
+            ResourceExhaustedError: no room.
+            UnavailableError: other stages took too long.
+            InternalError: the file is broken.
+        """
+        with self._staging():
+            with self._lock:
+                if generation in self._entries:
+                    return _bytes_of(self._entries[generation])
+            source = read_slice(
+                path, placement_id=placement_id, load_spec=self._load_spec, dense_modules=self._dense_modules
+            )
+            plan = plan_adapter(source, dtype=self._dtype, rank_multiple=self._rank_multiple)
+            self._check_room(name, plan.num_bytes)
+            tensors = self._copy(plan)
+            resident = Resident(
+                name=name,
+                generation=generation,
+                adapter_slot=_INACTIVE,
+                expert_bytes=plan.expert_bytes,
+                dense_bytes=plan.dense_bytes,
+            )
+            entry = _Entry(resident=resident, tensors=tensors)
+            assert tensors.storage_bytes() == _bytes_of(entry), (tensors.storage_bytes(), resident)
+            with self._lock:
+                self._entries[generation] = entry
+            _log.info("adapter staged", adapter=name, generation=generation, bytes=_bytes_of(entry))
+            return _bytes_of(entry)
+
+    def is_staged(self, generation: int) -> bool:
+        """True from the end of stage until retire or discard."""
+        with self._lock:
+            return generation in self._entries
+
+    def activate(self, generation: int, adapter_slot: int) -> None:
+        """Makes a staged generation the adapter of a slot. Step thread only."""
+        with self._lock:
+            entry = self._entries[generation]
+            assert adapter_slot not in self._active, (adapter_slot, generation)
+            assert entry.resident.adapter_slot == _INACTIVE, entry.resident
+            resident = replace(entry.resident, adapter_slot=adapter_slot)
+            self._entries[generation] = replace(entry, resident=resident)
+            self._active = {**self._active, adapter_slot: entry.tensors}
+
+    def retire(self, generation: int) -> None:
+        """Frees a generation, active or not; one that is not there is no error. Step thread only."""
+        with self._lock:
+            entry = self._entries.pop(generation, None)
+            if entry is None:
+                return
+            slot = entry.resident.adapter_slot
+            self._active = {key: value for key, value in self._active.items() if key != slot}
+        self._release(entry)
+
+    def discard(self, generation: int) -> int:
+        """Frees a generation that was staged and never activated; waits for its stage if that is under way.
+
+        Returns:
+            Bytes freed; 0 if it was not there.
+
+        Raises:
+            FailedPreconditionError: it is active.
+            UnavailableError: other stages took too long.
+        """
+        with self._staging():
+            with self._lock:
+                entry = self._entries.get(generation)
+                if entry is None:
+                    return 0
+                if entry.resident.adapter_slot != _INACTIVE:
+                    raise FailedPreconditionError(
+                        f"Generation {generation} of adapter {entry.resident.name} is active in slot"
+                        f" {entry.resident.adapter_slot}; retire it on ep_rank 0 instead",
+                        reason="ADAPTER_ACTIVE",
+                    )
+                del self._entries[generation]
+            self._release(entry)
+            return _bytes_of(entry)
+
+    def residents(self) -> list[Resident]:
+        """All adapters in memory, by generation."""
+        with self._lock:
+            return [entry.resident for _, entry in sorted(self._entries.items())]
+
+    def active(self) -> Mapping[int, AdapterTensors]:
+        """Adapters by slot; the mapping never changes, a later call may return another one."""
+        with self._lock:
+            return self._active
+
+    def num_bytes(self) -> int:
+        """Bytes of all storages."""
+        with self._lock:
+            return sum(entry.tensors.storage_bytes() for entry in self._entries.values())
+
+    @contextmanager
+    def _staging(self) -> Iterator[None]:
+        """One stage or discard at a time."""
+        if not self._stage_lock.acquire(timeout=_STAGE_WAIT_SECONDS):
+            raise UnavailableError(
+                f"Another adapter has been copied to this rank for {_STAGE_WAIT_SECONDS:.0f} seconds; try again",
+                reason="STAGE_BUSY",
+                retry_after_seconds=_STAGE_WAIT_SECONDS,
+            )
+        try:
+            yield
+        finally:
+            self._stage_lock.release()
+
+    def _check_room(self, name: str, num_bytes: int) -> None:
+        used = self.num_bytes()
+        if used + num_bytes > self._max_bytes:
+            raise ResourceExhaustedError(
+                f"Adapter {name} needs {num_bytes} bytes on ep_rank {self._load_spec.ep_rank}, where {used} of"
+                f" {self._max_bytes} are taken; unload an adapter, or raise EPILORA_MAX_ADAPTER_BYTES",
+                reason="ADAPTER_MEMORY_EXHAUSTED",
+                metadata={"needed_bytes": num_bytes, "used_bytes": used, "max_adapter_bytes": self._max_bytes},
+            )
+
+    def _copy(self, plan: AdapterPlan) -> AdapterTensors:
+        """Copies to the device; on a GPU beside the running step, on a stream of its own."""
+        if self._stream is None:
+            return fill_adapter(plan, allocate_private)
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            tensors = fill_adapter(plan, lambda count, dtype: torch.empty(count, dtype=dtype, device=self._device))
+        self._stream.synchronize()
+        return tensors
+
+    def _release(self, entry: _Entry) -> None:
+        """Lets the memory go once the work queued on the device now has read it."""
+        if self._stream is not None:
+            for buffer in entry.tensors.buffers:
+                buffer.record_stream(torch.cuda.current_stream(self._device))
+        _log.info("adapter freed", adapter=entry.resident.name, generation=entry.resident.generation)
+
+
+def allocate_private(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory of its own map: it goes back to the system when the tensor does, whatever the allocator would keep."""
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype, count=count)
+
+
+def _bytes_of(entry: _Entry) -> int:
+    return entry.resident.expert_bytes + entry.resident.dense_bytes

@@ -1,0 +1,308 @@
+"""Builds transformers' model with this rank's experts only, and fills it from a checkpoint or with random weights.
+
+The model is built without memory (meta device). Its 3D expert parameters [E, out, in] are replaced by the local slots'
+[e, out, in]; then everything gets memory once, and each weight is copied from the mapped file straight into its place.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from compute_worker.checkpoint_files import CheckpointFiles
+from compute_worker.checkpoint_keys import CheckpointPlan, plan_checkpoint
+from compute_worker.process_memory import used_bytes
+from epilora.errors import InvalidArgumentError
+from epilora.load_spec import MoEEPLoadSpec
+from epilora.settings import WorkerSettings
+
+ATTENTION_IMPLEMENTATION = "epilora_paged"
+EXPERTS_IMPLEMENTATION = "epilora"
+
+_FIRST_NAMES = ("gate_up_proj", "up_proj")
+_SECOND_NAME = "down_proj"
+_RANDOM_STD = 0.02
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedModel:
+    """A model that is ready to run, but for the attention and experts functions.
+
+    Attributes:
+        model: transformers' causal language model, in evaluation mode.
+        dtype: of its weights.
+        base_expert_bytes: of the local slots' weights.
+        base_dense_bytes: of all other weights and tables.
+        base_expert_growth_bytes: growth of the process's memory (CPU) or of live device memory (GPU) while the
+            experts were read.
+    """
+
+    model: PreTrainedModel
+    dtype: torch.dtype
+    base_expert_bytes: int
+    base_dense_bytes: int
+    base_expert_growth_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _ExpertParameter:
+    """A 3D expert parameter of which this rank holds some slots."""
+
+    owner: nn.Module
+    attribute: str
+    local_experts: tuple[int, ...]
+    full_shape: tuple[int, ...]
+
+    def local(self) -> nn.Parameter:
+        """The parameter as it is now."""
+        parameter = getattr(self.owner, self.attribute)
+        assert isinstance(parameter, nn.Parameter)
+        return parameter
+
+
+_FillDense = Callable[[set[str], torch.Tensor], None]
+_FillExpert = Callable[[str, int, torch.Tensor], None]
+
+
+def load_model(settings: WorkerSettings, load_spec: MoEEPLoadSpec, device: torch.device) -> LoadedModel:
+    """Builds and fills the model.
+
+    Raises:
+        NotFoundError: no config.json or weight files.
+        InvalidArgumentError: the weights do not fit config.json, some are missing, or they are broken.
+    """
+    config = AutoConfig.from_pretrained(settings.model)
+    dtype = _dtype_of(settings.dtype, config)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation=ATTENTION_IMPLEMENTATION,
+            experts_implementation=EXPERTS_IMPLEMENTATION,
+            dtype=dtype,
+        )
+    model.tie_weights()
+    model.requires_grad_(False).eval()
+    experts = _expert_parameters(model, load_spec)
+    if settings.load_format == "random":
+        growth = _fill(model, experts, device, _random_dense, _random_expert)
+    else:
+        growth = _fill_from_files(settings.model, model, experts, device)
+    expert_bytes = sum(parameter.local().nbytes for parameter in experts.values())
+    expected = sum(
+        torch.Size(parameter.full_shape[1:]).numel() * len(parameter.local_experts) * dtype.itemsize
+        for parameter in experts.values()
+    )
+    assert expert_bytes == expected, (expert_bytes, expected)
+    loaded = LoadedModel(
+        model=model,
+        dtype=dtype,
+        base_expert_bytes=expert_bytes,
+        base_dense_bytes=_unique_bytes(model) - expert_bytes,
+        base_expert_growth_bytes=growth,
+    )
+    _log.info(
+        "weights loaded",
+        dtype=str(dtype),
+        expert_bytes=loaded.base_expert_bytes,
+        dense_bytes=loaded.base_dense_bytes,
+        expert_growth_bytes=growth,
+    )
+    return loaded
+
+
+def _dtype_of(wanted: str, config: object) -> torch.dtype:
+    if wanted != "auto":
+        return _DTYPES[wanted]
+    dtype = getattr(config, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _expert_parameters(model: PreTrainedModel, load_spec: MoEEPLoadSpec) -> dict[str, _ExpertParameter]:
+    """The 3D expert parameters by name, checked against the load spec."""
+    found = {}
+    for layer in load_spec.layers:
+        moe = layer.moe
+        module = model.get_submodule(moe.module)
+        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        first = next((name for name in _FIRST_NAMES if name in shapes), None)
+        first_width = moe.intermediate_size * (2 if first == "gate_up_proj" else 1)
+        expected = {
+            first: (moe.num_experts, first_width, moe.hidden_size),
+            _SECOND_NAME: (moe.num_experts, moe.hidden_size, moe.intermediate_size),
+        }
+        if first is None or shapes != expected:
+            raise InvalidArgumentError(
+                f"{moe.module} of {type(model).__name__} has the parameters {shapes}, expected {expected}; this"
+                " family's experts cannot be served",
+                reason="UNSUPPORTED_EXPERTS",
+            )
+        for name, shape in shapes.items():
+            found[f"{moe.module}.{name}"] = _ExpertParameter(
+                owner=module, attribute=name, local_experts=layer.local_experts, full_shape=shape
+            )
+    return found
+
+
+def _fill_from_files(
+    directory: Path, model: PreTrainedModel, experts: dict[str, _ExpertParameter], device: torch.device
+) -> int:
+    """Fills everything from the files; returns the growth of memory while experts were read, bytes."""
+    full_shapes = {name: parameter.full_shape for name, parameter in experts.items()}
+    with CheckpointFiles(directory) as files:
+        plan = plan_checkpoint(model, files.keys(), full_shapes)
+        _check_complete(plan, model, experts)
+
+        def fill_dense(names: set[str], parameter: torch.Tensor) -> None:
+            # Of tied names, a checkpoint may hold one only.
+            name = min(names & plan.dense.keys())
+            _copy(files, plan.dense[name], parameter, name)
+
+        def fill_expert(name: str, expert: int, weight: torch.Tensor) -> None:
+            if name in plan.fused_experts:
+                stacked = files.tensor(plan.fused_experts[name])
+                _check_shape(plan.fused_experts[name], stacked, full_shapes[name], name)
+                weight.copy_(stacked[expert])
+                return
+            for part in plan.expert_parts[name, expert]:
+                rows = weight.chunk(part.num_parts, dim=0)[part.index]
+                _copy(files, part.key, rows, f"{name}[{expert}]")
+
+        return _fill(model, experts, device, fill_dense, fill_expert)
+
+
+def _check_complete(plan: CheckpointPlan, model: PreTrainedModel, experts: dict[str, _ExpertParameter]) -> None:
+    """Raises unless the plan has a key for every parameter, and every part of every local expert."""
+    missing = [name for names in _shared_names(model, experts) if not (names & plan.dense.keys()) for name in names]
+    for name, parameter in experts.items():
+        if name in plan.fused_experts:
+            continue
+        for expert in sorted(set(parameter.local_experts)):
+            parts = plan.expert_parts.get((name, expert), [])
+            if not parts or [part.index for part in parts] != list(range(parts[0].num_parts)):
+                missing.append(f"{name}[{expert}]")
+    if missing:
+        raise InvalidArgumentError(
+            f"The checkpoint lacks the weights of {len(missing)} parameters: {', '.join(sorted(missing)[:8])}; copy it"
+            " again, all files of it",
+            reason="MISSING_WEIGHT",
+            metadata={"num_missing": len(missing)},
+        )
+
+
+def _shared_names(model: PreTrainedModel, experts: dict[str, _ExpertParameter]) -> list[set[str]]:
+    """Names of each parameter that is no expert's; tied ones together."""
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name not in experts:
+            names.setdefault(id(parameter), set()).add(name)
+    return list(names.values())
+
+
+def _fill(
+    model: PreTrainedModel,
+    experts: dict[str, _ExpertParameter],
+    device: torch.device,
+    fill_dense: _FillDense,
+    fill_expert: _FillExpert,
+) -> int:
+    """Gives every parameter and table its memory and value; returns the experts' growth of memory, bytes."""
+    for names in _shared_names(model, experts):
+        shared = None
+        for name in sorted(names):
+            owner, attribute = _owner_of(model, name)
+            if shared is None:
+                meta = getattr(owner, attribute)
+                shared = nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype, device=device), requires_grad=False)
+            setattr(owner, attribute, shared)
+        assert shared is not None
+        fill_dense(names, shared)
+    _compute_tables(model, device)
+    before = used_bytes(device)
+    for name, parameter in experts.items():
+        shape = (len(parameter.local_experts), *parameter.full_shape[1:])
+        weight = torch.empty(shape, dtype=parameter.local().dtype, device=device)
+        for slot, expert in enumerate(parameter.local_experts):
+            fill_expert(name, expert, weight[slot])
+        setattr(parameter.owner, parameter.attribute, nn.Parameter(weight, requires_grad=False))
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    return used_bytes(device) - before
+
+
+def _compute_tables(model: PreTrainedModel, device: torch.device) -> None:
+    """Makes the tables that no checkpoint holds (rotary frequencies), by the model's own code."""
+    for module in _modules_with_tables(model):
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+        model._init_weights(module)
+        empty = [name for name, buffer in module._buffers.items() if buffer is not None and not buffer.any()]
+        if empty:
+            raise InvalidArgumentError(
+                f"Tables {', '.join(empty)} of {type(module).__name__} are stored in no checkpoint, and transformers"
+                " does not compute them; this family cannot be served",
+                reason="UNSUPPORTED_MODEL",
+            )
+
+
+def _modules_with_tables(model: PreTrainedModel) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if any(buffer is not None for buffer in module._buffers.values()):
+            yield module
+
+
+def _owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
+
+
+def _copy(files: CheckpointFiles, key: str, target: torch.Tensor, name: str) -> None:
+    source = files.tensor(key)
+    _check_shape(key, source, tuple(target.shape), name)
+    target.copy_(source)
+
+
+def _check_shape(key: str, source: torch.Tensor, expected: tuple[int, ...], name: str) -> None:
+    if tuple(source.shape) != expected:
+        raise InvalidArgumentError(
+            f"Checkpoint key {key} has shape {list(source.shape)}, expected {list(expected)} for {name}",
+            reason="WEIGHT_SHAPE_MISMATCH",
+            metadata={"key": key},
+        )
+
+
+def _random_dense(names: set[str], parameter: torch.Tensor) -> None:
+    """Draws a weight; the same values for a name in every process. Norms are one, biases zero."""
+    name = min(names)
+    if parameter.dim() == 1:
+        parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    else:
+        _draw(name, parameter)
+
+
+def _random_expert(name: str, expert: int, weight: torch.Tensor) -> None:
+    """Draws one expert's matrix; the same values wherever the expert is placed."""
+    _draw(f"{name}[{expert}]", weight)
+
+
+def _draw(name: str, tensor: torch.Tensor) -> None:
+    generator = torch.Generator(device=tensor.device).manual_seed(zlib.crc32(name.encode()))
+    tensor.normal_(0.0, _RANDOM_STD, generator=generator)
+
+
+def _unique_bytes(model: PreTrainedModel) -> int:
+    """Bytes of all parameters and tables, each storage once."""
+    storages = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr(), storage.nbytes()] = storage.nbytes()
+    return sum(storages.values())

@@ -1,0 +1,122 @@
+"""LoRA on linear maps outside the routed experts: attention, router, shared experts, dense MLP.
+
+Each such module's weight becomes a LoraWeight, a parameter that adds the deltas of the step's adapters whenever it is
+used in F.linear. So it works for nn.Linear and for routers that call F.linear on their weight, cast or not, without
+touching the modules' code.
+
+Legend: T tokens of the step, r lora rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DensePair:
+    """One adapter's pair for one module: a [r, in], b [out, r], on the device."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseTokens:
+    """The tokens of one adapter in this step.
+
+    Attributes:
+        token_index: int64 [n] into the step's tokens; None if all of them are the adapter's.
+        pairs: the adapter's pairs, by module path.
+    """
+
+    token_index: torch.Tensor | None
+    pairs: Mapping[str, DensePair]
+
+
+class DenseLora:
+    """The deltas that apply now. One for a model; the step sets `adapters` before it runs the model."""
+
+    def __init__(self) -> None:
+        self.adapters: Sequence[DenseTokens] = ()
+
+    def attach(self, model: nn.Module, modules: Sequence[str]) -> None:
+        """Makes the weights of the given modules LoraWeights."""
+        for path in modules:
+            module = model.get_submodule(path)
+            weight = module.weight
+            assert isinstance(weight, nn.Parameter), path
+            module.weight = LoraWeight.make(weight, self, path)
+
+    def apply(self, module: str, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Adds the deltas of this step's adapters to y = linear(x), in place; rows of other tokens are not touched.
+
+        Semantics: y[t] += scale * B (A x[t]) for the tokens t of each adapter that has a pair for the module.
+
+        Args:
+            module: path.
+            x: [..., in], tokens in the step's order.
+            y: [..., out], contiguous.
+        """
+        for adapter in self.adapters:
+            pair = adapter.pairs.get(module)
+            if pair is None:
+                continue
+            x_TI, y_TO = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+            if adapter.token_index is None:
+                y_TO.copy_(_with_delta(x_TI, y_TO, pair))
+            else:
+                y_nO = _with_delta(x_TI[adapter.token_index], y_TO[adapter.token_index], pair)
+                y_TO.index_copy_(0, adapter.token_index, y_nO)
+
+
+class LoraWeight(nn.Parameter):
+    """A weight [out, in] that adds LoRA deltas where it is used in F.linear."""
+
+    _plain: torch.Tensor
+    _lora: DenseLora
+    _module: str
+
+    @classmethod
+    def make(cls, weight: torch.Tensor, lora: DenseLora, module: str) -> LoraWeight:
+        """The same memory as `weight`, with deltas of `module`."""
+        plain = weight.detach().as_subclass(torch.Tensor)
+        made = torch.Tensor._make_subclass(cls, plain, False)
+        made._plain, made._lora, made._module = plain, lora, module
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs `func` on the plain weight; adds deltas after F.linear, and keeps them through casts of the weight."""
+        kwargs = kwargs or {}
+        if func is F.linear and isinstance(weight := (args[1] if len(args) > 1 else kwargs["weight"]), LoraWeight):
+            x = args[0] if args else kwargs["input"]
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            y = F.linear(x, weight._plain, bias)
+            weight._lora.apply(weight._module, x, y)
+            return y
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        source = args[0] if args and isinstance(args[0], LoraWeight) else None
+        is_cast = func in _CASTS and source is not None and isinstance(result, torch.Tensor)
+        if is_cast and source is not None and hasattr(source, "_module") and result.shape == source.shape:
+            return LoraWeight.make(result, source._lora, source._module)
+        return result
+
+
+_CASTS = {torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, torch.Tensor.type_as}
+
+
+def _with_delta(x_nI: torch.Tensor, y_nO: torch.Tensor, pair: DensePair) -> torch.Tensor:
+    """y + scale * B A x, rounded once to y's dtype; products accumulate in float32."""
+    dtype = torch.promote_types(y_nO.dtype, pair.a.dtype)
+    h_nr = x_nI.to(dtype) @ pair.a.to(dtype).t()
+    return torch.addmm(y_nO.to(dtype), h_nr, pair.b.to(dtype).t(), alpha=pair.scale).to(y_nO.dtype)

@@ -1,0 +1,103 @@
+"""Dispatch by all-gather: every token goes to every rank, in one packed row; the parts come back by reduce-scatter.
+
+A packed row holds, each at a multiple of 16 bytes: hidden state [D], weights float32 [K], physical experts int32 [K],
+extras int32, one a name in sorted order. Ranks with fewer tokens than the fullest one send padding rows, whose experts
+and extras are -1, so that shapes depend only on the number of tokens of the fullest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from compute_worker.dispatch.base import ArrivedTokens, CombineHandle, ExtraTensors, local_slots
+from compute_worker.ep_group import EPGroup
+
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Column:
+    """One part of a packed row."""
+
+    start: int
+    num_bytes: int
+    dtype: torch.dtype
+
+
+class AllGatherDispatcher:
+    """See the module. Works over NCCL and gloo; combine adds the ranks' parts in an order that never changes."""
+
+    same_arrivals_every_layer = True
+
+    def __init__(self, group: EPGroup) -> None:
+        self._group = group
+
+    def dispatch(
+        self,
+        x_TD: torch.Tensor,
+        expert_TK: torch.Tensor,
+        weight_TK: torch.Tensor,
+        extras: ExtraTensors,
+        *,
+        rank_offsets: Sequence[int],
+        num_tokens_per_rank: Sequence[int],
+    ) -> tuple[ArrivedTokens, CombineHandle]:
+        """See Dispatcher.dispatch. N = G * tokens of the fullest rank."""
+        group = self._group
+        num_tokens, max_tokens = x_TD.shape[0], max(num_tokens_per_rank)
+        assert num_tokens == num_tokens_per_rank[group.ep_rank], (num_tokens, num_tokens_per_rank, group.ep_rank)
+        names = sorted(extras)
+        parts = [x_TD, weight_TK.float(), expert_TK.int(), *(extras[name].int().unsqueeze(1) for name in names)]
+        columns, row_bytes = _layout(parts)
+        send = torch.full((max_tokens, row_bytes), 255, dtype=torch.uint8, device=x_TD.device)
+        if max_tokens > num_tokens:
+            # Bytes of 255 are -1 in the integer columns; in the float ones they would be NaN.
+            send[num_tokens:, : columns[2].start] = 0
+        for part, column in zip(parts, columns, strict=True):
+            view = send[:num_tokens, column.start : column.start + column.num_bytes].view(column.dtype)
+            view.copy_(part)
+        received = torch.empty((group.num_ranks * max_tokens, row_bytes), dtype=torch.uint8, device=x_TD.device)
+        if max_tokens:
+            dist.all_gather_into_tensor(received, send, group=group.data_group)
+        views = [received[:, c.start : c.start + c.num_bytes].view(c.dtype) for c in columns]
+        x_ND, weight_NK, expert_NK = views[:3]
+        arrived = ArrivedTokens(
+            x_ND=x_ND,
+            slot_NK=local_slots(expert_NK, rank_offsets[group.ep_rank], rank_offsets[group.ep_rank + 1]),
+            weight_NK=weight_NK,
+            extras={name: view.squeeze(1) for name, view in zip(names, views[3:], strict=True)},
+        )
+        return arrived, CombineHandle(num_tokens=num_tokens, max_tokens_per_rank=max_tokens)
+
+    def combine(self, y_ND: torch.Tensor, handle: CombineHandle) -> torch.Tensor:
+        """See Dispatcher.combine."""
+        num_ranks, max_tokens = self._group.num_ranks, handle.max_tokens_per_rank
+        y_ND = y_ND.contiguous()
+        if max_tokens == 0:
+            return y_ND
+        if y_ND.is_cuda:
+            # NCCL adds in an order given by communicator, shape and rank alone.
+            y_MD = y_ND.new_empty((max_tokens, y_ND.shape[1]))
+            dist.reduce_scatter_tensor(y_MD, y_ND, group=self._group.data_group)
+            return y_MD[: handle.num_tokens]
+        parts_GMD = torch.empty_like(y_ND)
+        dist.all_to_all_single(parts_GMD, y_ND, group=self._group.data_group)
+        parts_GTD = parts_GMD.view(num_ranks, max_tokens, -1)[:, : handle.num_tokens]
+        y_TD = parts_GTD[0].float()
+        for part_TD in parts_GTD[1:]:
+            y_TD = y_TD + part_TD.float()
+        return y_TD.to(y_ND.dtype)
+
+
+def _layout(parts: Sequence[torch.Tensor]) -> tuple[list[_Column], int]:
+    """Place of each [T, n] part in a packed row, and the row's bytes."""
+    columns, start = [], 0
+    for part in parts:
+        num_bytes = part.shape[1] * part.element_size()
+        columns.append(_Column(start=start, num_bytes=num_bytes, dtype=part.dtype))
+        start += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return columns, start

@@ -1,0 +1,87 @@
+"""The expert-parallel group: which rank this process is, and the process groups it talks through."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from epilora.errors import InvalidArgumentError
+from epilora.settings import WorkerSettings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EPGroup:
+    """One rank's view of the group of ranks that step together.
+
+    `data_group` carries tensors of the step (NCCL on a GPU, gloo on CPU); `control_group` is always gloo, so that
+    control messages never wait behind the device. Both have settings.collective_timeout_seconds as their deadline.
+    """
+
+    ep_rank: int
+    num_ranks: int
+    device: torch.device
+    data_group: dist.ProcessGroup
+    control_group: dist.ProcessGroup
+
+    @classmethod
+    def from_environment(cls, settings: WorkerSettings) -> EPGroup:
+        """Joins the group that torchrun's RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* describe; alone without them.
+
+        Raises:
+            InvalidArgumentError: torchrun started another number of processes than settings.num_ranks, or the
+                device that was asked for is not there.
+        """
+        ep_rank = int(os.environ.get("RANK", "0"))
+        num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if num_ranks != settings.num_ranks:
+            raise InvalidArgumentError(
+                f"WORLD_SIZE is {num_ranks}, expected EPILORA_NUM_RANKS = {settings.num_ranks}; start torchrun with as"
+                " many processes as there are ranks",
+                reason="WORLD_SIZE_MISMATCH",
+                metadata={"world_size": num_ranks, "num_ranks": settings.num_ranks},
+            )
+        device = _device(settings.device, local_rank)
+        timeout = timedelta(seconds=settings.collective_timeout_seconds)
+        if not dist.is_initialized():
+            if num_ranks == 1:
+                store = dist.HashStore()  # type: ignore[attr-defined]
+                dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
+            else:
+                dist.init_process_group("gloo", timeout=timeout)
+        control_group = dist.group.WORLD
+        assert control_group is not None
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            data_group = dist.new_group(backend="nccl", timeout=timeout)
+        else:
+            data_group = dist.new_group(backend="gloo", timeout=timeout)
+        return cls(
+            ep_rank=ep_rank, num_ranks=num_ranks, device=device, data_group=data_group, control_group=control_group
+        )
+
+    @property
+    def device_name(self) -> str:
+        """For people, e.g. "cpu" or "cuda:0 NVIDIA H200"."""
+        if self.device.type != "cuda":
+            return self.device.type
+        return f"{self.device} {torch.cuda.get_device_name(self.device)}"
+
+
+def _device(wanted: str, local_rank: int) -> torch.device:
+    """The device of this process: the GPU numbered like its place on the host, or the CPU."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    num_devices = torch.cuda.device_count()
+    if local_rank >= num_devices:
+        raise InvalidArgumentError(
+            f"Local rank {local_rank} needs GPU {local_rank}, but {num_devices} GPUs are visible; start fewer ranks on"
+            " this host, or set EPILORA_DEVICE=cpu",
+            reason="DEVICE_NOT_FOUND",
+            metadata={"local_rank": local_rank, "num_devices": num_devices},
+        )
+    return torch.device("cuda", local_rank)

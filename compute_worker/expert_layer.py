@@ -1,0 +1,122 @@
+"""One MoE layer's routed experts over all ranks: dispatch, compute with LoRA, combine.
+
+Legend: T tokens of this rank, N tokens that arrived, K experts a token, D model width, E logical experts, C copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from compute_worker.dispatch.base import Dispatcher
+from compute_worker.experts_base import AdapterTokens, ExpertBackend, ExpertWeights
+from compute_worker.step_context import CurrentStep
+from epilora.placement import ExpertPlacement
+
+ADAPTER_SLOT = "adapter_slot"
+"""Name of the extra that travels with the tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhysicalExperts:
+    """Where the copies of each logical expert of a layer are.
+
+    Attributes:
+        copies_EC: int64, physical ids; a row with fewer copies repeats them.
+        num_copies_E: int64.
+        rank_offsets: first physical id of each rank, then their number.
+    """
+
+    copies_EC: torch.Tensor
+    num_copies_E: torch.Tensor
+    rank_offsets: tuple[int, ...]
+
+    @classmethod
+    def make(cls, placement: ExpertPlacement, layer: int, device: torch.device) -> PhysicalExperts:
+        """The tables of one layer, on the device."""
+
+        def on_device(table: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+            return torch.from_numpy(table.astype(np.int64)).to(device)
+
+        return cls(
+            copies_EC=on_device(placement.copies(layer)),
+            num_copies_E=on_device(placement.num_copies(layer)),
+            rank_offsets=tuple(int(offset) for offset in placement.rank_offsets(layer)),
+        )
+
+    def choose(self, expert_TK: torch.Tensor) -> torch.Tensor:
+        """Physical expert for each logical one: token t takes copy t modulo the number of copies. -1 stays.
+
+        Example: expert 3 has copies 3 and 8: tokens 0, 1, 2 that all chose it get 3, 8, 3.
+        """
+        expert_TK = expert_TK.long()
+        logical_TK = expert_TK.clamp(min=0)
+        token_T1 = torch.arange(expert_TK.shape[0], device=expert_TK.device).unsqueeze(1)
+        physical_TK = self.copies_EC[logical_TK, token_T1 % self.num_copies_E[logical_TK]]
+        return torch.where(expert_TK < 0, -1, physical_TK)
+
+
+class ExpertLayer:
+    """See the module."""
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        weights: ExpertWeights,
+        physical: PhysicalExperts,
+        dispatcher: Dispatcher,
+        backend: ExpertBackend,
+        current: CurrentStep,
+    ) -> None:
+        self.layer = layer
+        self.weights = weights
+        self._current = current
+        self._physical = physical
+        self._dispatcher = dispatcher
+        self._backend = backend
+
+    def forward(self, x_TD: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of the chosen experts' outputs, in the dtype of x. All ranks call it together.
+
+        Args:
+            x_TD: T is this rank's entry of the context's num_tokens_per_rank, maybe 0.
+            expert_TK: int; logical experts, -1 for none.
+            weight_TK: any float dtype.
+        """
+        context = self._current.context
+        assert context is not None, f"layer {self.layer} outside a step"
+        if context.given_topk is not None:
+            expert_TK, weight_TK = context.given_topk
+        arrived, handle = self._dispatcher.dispatch(
+            x_TD,
+            self._physical.choose(expert_TK),
+            weight_TK,
+            {ADAPTER_SLOT: context.adapter_slot_T},
+            rank_offsets=self._physical.rank_offsets,
+            num_tokens_per_rank=context.num_tokens_per_rank,
+        )
+        tokens = context.arrived_tokens(
+            arrived.extras[ADAPTER_SLOT], same_every_layer=self._dispatcher.same_arrivals_every_layer
+        )
+        adapters = [
+            AdapterTokens(token_index=index, pairs=context.active[slot].layers[self.layer])
+            for slot, index in tokens.items()
+            if self.layer in context.active[slot].layers
+        ]
+        y_ND = self._backend.forward(self.weights, arrived, adapters)
+        y_TD = self._dispatcher.combine(y_ND, handle)
+        context.routed_output = y_TD
+        return y_TD
+
+
+def experts_function(
+    module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """transformers' experts interface; `module.epilora_layer` is the module's ExpertLayer."""
+    layer = module.epilora_layer
+    assert isinstance(layer, ExpertLayer)
+    return layer.forward(hidden_states, top_k_index, top_k_weights)

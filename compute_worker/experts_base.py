@@ -1,0 +1,138 @@
+"""What the backends of expert computation share: weights, LoRA pairs, and the interface.
+
+Legend: N arrived tokens, K experts a token, R = N * K rows (row n * K + k), e local slots, D model width,
+H width of the first projection (2F, or F without a gate), F expert width, r lora rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+
+from compute_worker.dispatch.base import ArrivedTokens
+from epilora.model_spec import GateUpLayout
+
+FIRST_PROJECTIONS = ("gate_up", "gate", "up")
+"""Projections whose delta is added before the activation; the other one is "down"."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertWeights:
+    """Base weights of one layer's local slots.
+
+    Attributes:
+        gate_up_eHD: first projection of each slot, in the layout of `layout`.
+        down_eDF: second projection.
+        gate: maps [n, H] to [n, F]: the activation, with the gate where the model has one.
+        layout: how gate and up share H.
+    """
+
+    gate_up_eHD: torch.Tensor
+    down_eDF: torch.Tensor
+    gate: Callable[[torch.Tensor], torch.Tensor]
+    layout: GateUpLayout
+
+    def num_bytes(self) -> int:
+        """Bytes of both tensors."""
+        return self.gate_up_eHD.nbytes + self.down_eDF.nbytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraPair:
+    """One adapter's pair of matrices for one projection of one layer, on this rank's local slots.
+
+    Attributes:
+        a: [sum of lora_rank, in]; the rows of slot s start at the sum of the ranks before it.
+        b: flat; block of slot s is [out, lora_rank[s]] row-major and starts at out * (sum of the ranks before it).
+        lora_rank: per slot; 0 where the slot's expert has no pair.
+        scale_e: float32 [e], on the device.
+        out_features: rows of each block of b.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    lora_rank: tuple[int, ...]
+    scale_e: torch.Tensor
+    out_features: int
+
+    def slot(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(A [r, in], B [out, r]) of one slot; r may be 0."""
+        rank, first = self.lora_rank[slot], sum(self.lora_rank[:slot])
+        b = self.b[self.out_features * first : self.out_features * (first + rank)]
+        return self.a[first : first + rank], b.view(self.out_features, rank)
+
+    def stacked(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(A [e, r, in], B [e, out, r]) where all slots have the same r, as views.
+
+        Example: two slots of rank 1, in 3, out 2: a [2, 3] is A [2, 1, 3], b [4] is B [2, 2, 1].
+        """
+        num_slots, rank = len(self.lora_rank), self.lora_rank[0]
+        assert all(other == rank for other in self.lora_rank), self.lora_rank
+        return self.a.view(num_slots, rank, -1), self.b.view(num_slots, self.out_features, rank)
+
+
+LayerPairs = Mapping[str, LoraPair]
+"""One adapter's pairs of one layer, by projection."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterTokens:
+    """The arrived tokens of one adapter: int64 [n] indices into N, and the adapter's pairs of the layer."""
+
+    token_index: torch.Tensor
+    pairs: LayerPairs
+
+
+class ExpertBackend(Protocol):
+    """Computes the local experts' outputs, with LoRA."""
+
+    def forward(
+        self, weights: ExpertWeights, arrived: ArrivedTokens, adapters: Sequence[AdapterTokens]
+    ) -> torch.Tensor:
+        """The weighted sum of the local experts' outputs of each arrived token.
+
+        Semantics: y[n] = sum_k weight[n, k] * (down_s + delta)(gate((gate_up_s + delta)(x[n]))), s = slot[n, k] >= 0.
+
+        A token without an adapter gets the same bits whatever adapters, and however many rows of other tokens, share
+        the call, as long as N and K are the same.
+
+        Returns:
+            y_ND in the dtype of x; zeros for tokens without a local expert. Sums are done in float32.
+        """
+        ...
+
+
+def projection_columns(projection: str, layout: GateUpLayout, first_width: int) -> slice:
+    """Columns of the first projection's output [n, H] that one LoRA projection changes.
+
+    Example: concatenated, H 6: "gate" -> 0:3, "up" -> 3:6. Interleaved: "gate" -> 0:6:2, "up" -> 1:6:2.
+    """
+    if projection == "gate_up" or layout == GateUpLayout.NOT_GATED:
+        return slice(0, first_width)
+    second = projection == "up"
+    if layout == GateUpLayout.INTERLEAVED:
+        return slice(int(second), first_width, 2)
+    half = first_width // 2
+    return slice(half, first_width) if second else slice(0, half)
+
+
+def rank_offsets(lora_rank: Sequence[int]) -> list[int]:
+    """e + 1 numbers: sum of the ranks before each slot, then of all."""
+    return [0, *accumulate(lora_rank)]
+
+
+def weighted_sum(y_RD: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """Adds each token's K weighted rows in order of k, in float32, and rounds once.
+
+    Example: K 2, rows [[1], [2], [3], [4]], weights [[1, 10], [0, 1]] -> [[21], [4]].
+    """
+    num_tokens, num_experts = weight_NK.shape
+    y_NKD = y_RD.view(num_tokens, num_experts, -1)
+    total_ND = y_NKD[:, 0].float() * weight_NK[:, 0, None]
+    for k in range(1, num_experts):
+        total_ND = total_ND + y_NKD[:, k].float() * weight_NK[:, k, None]
+    return total_ND.to(y_RD.dtype)

@@ -1,0 +1,289 @@
+"""The model of one rank: packed tokens in, logits out, with adapters, in lockstep with the other ranks.
+
+Legend: T tokens of this rank's step, K experts a token, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from compute_worker.adapter_pool import AdapterPool
+from compute_worker.checkpoint import load_model
+from compute_worker.dense_lora import DenseLora
+from compute_worker.ep_group import EPGroup
+from compute_worker.paged_attention import PagedAttention, SequenceSpan, prepare_step
+from compute_worker.process_memory import anonymous_bytes
+from compute_worker.runner_parts import (
+    attach_attention,
+    attach_expert_layers,
+    make_backend,
+    make_dispatcher,
+    make_kv_cache,
+    max_adapter_bytes,
+    rank_multiple_of,
+    register_functions,
+)
+from compute_worker.step_context import CurrentStep, StepContext
+from epilora.errors import InvalidArgumentError
+from epilora.load_spec import MoEEPLoadSpec
+from epilora.model_spec import ModelSpec, MoELayerSpec
+from epilora.placement import ExpertPlacement
+from epilora.settings import WorkerSettings
+
+__all__ = ["MemoryReport", "ModelRunner", "SequenceSpan", "StepBatch"]
+
+TopK = tuple[torch.Tensor, torch.Tensor]
+"""(experts int [T, K], weights float [T, K]) chosen by a caller; logical ids."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBatch:
+    """This rank's tokens of one step, those of each sequence next to each other.
+
+    Attributes:
+        token_ids: T ids.
+        positions: T positions in their sequences.
+        adapter_slots: T slots, -1 for the base model.
+        sequences: where each sequence's tokens and cache blocks are, in order of query_start.
+        logits_rows: tokens whose logits are wanted.
+    """
+
+    token_ids: list[int]
+    positions: list[int]
+    adapter_slots: list[int]
+    sequences: list[SequenceSpan]
+    logits_rows: list[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryReport:
+    """Memory of this rank, bytes; the fields are those of RankMemory in cluster_service.proto."""
+
+    base_expert_bytes: int
+    base_dense_bytes: int
+    kv_cache_bytes: int
+    adapter_bytes: int
+    process_anon_bytes: int
+    base_expert_growth_bytes: int
+    device_free_bytes: int
+    device_total_bytes: int
+    device_allocated_bytes: int
+
+
+class ModelRunner:
+    """See the module. forward and forward_experts belong to the step thread.
+
+    Every rank calls them for every step in the same order, with the same num_tokens_per_rank.
+
+    Attributes:
+        num_kv_blocks: blocks of the key/value cache.
+        kv_block_size: positions of a block.
+        vocab_size: V.
+        dtype: of the weights.
+        pool: the adapters in memory.
+    """
+
+    def __init__(self, settings: WorkerSettings, model: ModelSpec, placement: ExpertPlacement, group: EPGroup) -> None:
+        """Loads the weights of this rank.
+
+        Raises:
+            NotFoundError: no weight files.
+            InvalidArgumentError: the weights do not fit config.json, or the settings do not fit the device.
+        """
+        assert placement.num_ranks == group.num_ranks, (placement.num_ranks, group.num_ranks)
+        register_functions()
+        if group.device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = False
+        self._device = group.device
+        self._spec = model
+        load_spec = MoEEPLoadSpec.make(model, placement, group.ep_rank)
+        self._loaded = load_model(settings, load_spec, group.device)
+        self._model = self._loaded.model
+        self.dtype = self._loaded.dtype
+        self.vocab_size = model.vocab_size
+        self.kv_block_size = settings.kv_block_size
+        self._current = CurrentStep()
+        backend = make_backend(settings, group.device)
+        self._layers = attach_expert_layers(
+            self._model,
+            model,
+            placement,
+            dispatcher=make_dispatcher(settings, group),
+            backend=backend,
+            current=self._current,
+            device=group.device,
+        )
+        self._dense_lora = DenseLora()
+        self._dense_lora.attach(self._model, [spec.module for spec in model.dense_modules])
+        adapter_bytes = max_adapter_bytes(settings, group.device)
+        self.pool = AdapterPool(
+            model=model,
+            load_spec=load_spec,
+            dtype=self.dtype if settings.adapter_dtype == "model" else None,
+            device=group.device,
+            max_bytes=adapter_bytes,
+            rank_multiple=rank_multiple_of(backend, self.dtype),
+        )
+        cache = make_kv_cache(settings, self._model, dtype=self.dtype, device=group.device, adapter_bytes=adapter_bytes)
+        self.num_kv_blocks = cache.num_blocks
+        self._attention = PagedAttention(cache)
+        attach_attention(self._model, self._attention)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch | None, num_tokens_per_rank: Sequence[int]) -> torch.Tensor | None:
+        """One generate step.
+
+        Args:
+            batch: this rank's tokens; None if it has none, then it only joins the experts' collectives.
+            num_tokens_per_rank: tokens of every rank, agreed before.
+
+        Returns:
+            float32 [len(logits_rows), V] on the device, in the order of logits_rows; None without a batch.
+        """
+        if batch is None:
+            with self._step([], num_tokens_per_rank):
+                for layer in self._layers:
+                    self._join_empty(layer)
+            return None
+        num_tokens = len(batch.token_ids)
+        with self._step(batch.adapter_slots, num_tokens_per_rank):
+            self._attention.step = prepare_step(self._attention.cache, batch.sequences, num_tokens)
+            output = self._model(
+                input_ids=self._tensor([batch.token_ids]),
+                position_ids=self._tensor([batch.positions]),
+                use_cache=False,
+                logits_to_keep=self._tensor(batch.logits_rows),
+            )
+        logits_NV: torch.Tensor = output.logits[0].float()
+        return logits_NV
+
+    @torch.inference_mode()
+    def forward_experts(  # noqa: PLR0917
+        self,
+        layer: int,
+        x_TD: torch.Tensor | None,
+        topk: TopK | None,
+        adapter_slots: Sequence[int],
+        routed_only: bool,
+        num_tokens_per_rank: Sequence[int],
+    ) -> torch.Tensor | None:
+        """One MoE layer's MLP block on this rank's tokens; check_experts_call must hold for the arguments.
+
+        Args:
+            layer: decoder layer.
+            x_TD: input of the block, any float dtype; None (or T 0): this rank has no tokens.
+            topk: experts and weights chosen by the caller; None: by the layer's router, with its adapters.
+            adapter_slots: T slots, -1 for the base model.
+            routed_only: leave out shared experts.
+            num_tokens_per_rank: tokens of every rank, agreed before.
+
+        Returns:
+            y_TD in the model's dtype, on the device; None for x_TD None.
+        """
+        if x_TD is None or x_TD.shape[0] == 0:
+            with self._step([], num_tokens_per_rank):
+                self._join_empty(layer)
+            return None if x_TD is None else self._empty()
+        x_TD = x_TD.to(self._device, self.dtype)
+        with self._step(adapter_slots, num_tokens_per_rank) as context:
+            if topk is not None:
+                context.given_topk = (topk[0].to(self._device), topk[1].to(self._device))
+            if topk is not None and routed_only:
+                return self._layers[layer].forward(x_TD, *topk)
+            block = self._model.get_submodule(self._moe(layer).module.rpartition(".")[0])
+            y_TD: torch.Tensor = block(x_TD.unsqueeze(0)).squeeze(0)
+            if routed_only:
+                assert context.routed_output is not None
+                return context.routed_output
+            return y_TD
+
+    def check_experts_call(self, layer: int, x_TD: torch.Tensor, topk: TopK | None) -> None:
+        """Checks what a caller of forward_experts sent, before any other rank is asked to join.
+
+        Raises:
+            InvalidArgumentError: no such MoE layer, a wrong shape, or expert ids out of range or repeated.
+        """
+        moe = self._moe(layer)
+        shape = tuple(x_TD.shape)
+        if len(shape) != 2 or shape[1] != moe.hidden_size:
+            raise _bad_call("hidden_states", f"has shape {list(shape)}, expected [T, {moe.hidden_size}]")
+        if topk is None:
+            return
+        expert_TK, weight_TK = topk
+        expected = (shape[0], self._spec.num_experts_per_token)
+        if tuple(expert_TK.shape) != expected or tuple(weight_TK.shape) != expected:
+            raise _bad_call(
+                "top_k",
+                f"has expert_ids {list(expert_TK.shape)} and weights {list(weight_TK.shape)}, expected both"
+                f" {list(expected)}",
+            )
+        if expert_TK.numel() and (int(expert_TK.min()) < 0 or int(expert_TK.max()) >= moe.num_experts):
+            raise _bad_call(
+                "top_k.expert_ids",
+                f"holds {int(expert_TK.min())} to {int(expert_TK.max())}, expected 0 to {moe.num_experts - 1}",
+            )
+        ordered = expert_TK.sort(dim=1).values
+        if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+            raise _bad_call("top_k.expert_ids", "names an expert twice for one token, expected distinct ids")
+
+    def memory(self) -> MemoryReport:
+        """Bytes in use now."""
+        is_gpu = self._device.type == "cuda"
+        free, total = torch.cuda.mem_get_info(self._device) if is_gpu else (0, 0)
+        return MemoryReport(
+            base_expert_bytes=self._loaded.base_expert_bytes,
+            base_dense_bytes=self._loaded.base_dense_bytes,
+            kv_cache_bytes=self._attention.cache.kv.untyped_storage().nbytes(),
+            adapter_bytes=self.pool.num_bytes(),
+            process_anon_bytes=anonymous_bytes(),
+            base_expert_growth_bytes=self._loaded.base_expert_growth_bytes,
+            device_free_bytes=free,
+            device_total_bytes=total,
+            device_allocated_bytes=torch.cuda.memory_allocated(self._device) if is_gpu else 0,
+        )
+
+    @contextmanager
+    def _step(self, adapter_slots: Sequence[int], num_tokens_per_rank: Sequence[int]) -> Iterator[StepContext]:
+        """Tells all layers of the step; afterwards nothing holds on to an adapter."""
+        context = StepContext(
+            adapter_slots=adapter_slots,
+            num_tokens_per_rank=num_tokens_per_rank,
+            active=self.pool.active(),
+            device=self._device,
+        )
+        self._current.context = context
+        self._dense_lora.adapters = context.dense_tokens()
+        try:
+            yield context
+        finally:
+            self._current.context = None
+            self._dense_lora.adapters = ()
+            self._attention.step = None
+
+    def _join_empty(self, layer: int) -> None:
+        """Joins one MoE layer's collectives without tokens."""
+        num_experts = self._spec.num_experts_per_token
+        expert_TK = torch.empty((0, num_experts), dtype=torch.int64, device=self._device)
+        weight_TK = torch.empty((0, num_experts), dtype=torch.float32, device=self._device)
+        self._layers[layer].forward(self._empty(), expert_TK, weight_TK)
+
+    def _empty(self) -> torch.Tensor:
+        return torch.empty((0, self._spec.hidden_size), dtype=self.dtype, device=self._device)
+
+    def _moe(self, layer: int) -> MoELayerSpec:
+        for moe in self._spec.moe_layers:
+            if moe.layer == layer:
+                return moe
+        known = [moe.layer for moe in self._spec.moe_layers]
+        raise _bad_call("layer", f"is {layer}, expected one of the MoE layers {known}")
+
+    def _tensor(self, values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _bad_call(field: str, message: str) -> InvalidArgumentError:
+    return InvalidArgumentError(f"{field} {message}", reason="BAD_EXPERTS_CALL", field=field)

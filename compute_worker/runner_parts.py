@@ -1,0 +1,181 @@
+"""Chooses and builds the parts of a model runner from the settings."""
+
+from __future__ import annotations
+
+import structlog
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from compute_worker.checkpoint import ATTENTION_IMPLEMENTATION, EXPERTS_IMPLEMENTATION
+from compute_worker.dispatch.allgather_reducescatter import AllGatherDispatcher
+from compute_worker.dispatch.base import Dispatcher
+from compute_worker.dispatch.local import LocalDispatcher
+from compute_worker.ep_group import EPGroup
+from compute_worker.expert_layer import ExpertLayer, PhysicalExperts, experts_function
+from compute_worker.experts_base import ExpertBackend, ExpertWeights
+from compute_worker.experts_grouped import RANK_MULTIPLE, GroupedBackend
+from compute_worker.experts_loop import LoopBackend
+from compute_worker.paged_attention import KVCache, PagedAttention, paged_attention
+from compute_worker.step_context import CurrentStep
+from epilora.errors import InvalidArgumentError
+from epilora.model_spec import GateUpLayout, ModelSpec
+from epilora.placement import ExpertPlacement
+from epilora.settings import WorkerSettings
+
+_CPU_ADAPTER_BYTES = 4 << 30
+_CPU_KV_CACHE_BYTES = 256 << 20
+_GPU_ADAPTER_SHARE = 8
+_GPU_KV_CACHE_FRACTION = 0.7
+
+_log = structlog.get_logger()
+
+
+def register_functions() -> None:
+    """Makes our attention and experts known to transformers, under the names that models are built with."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_IMPLEMENTATION, paged_attention)
+    ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_function)
+
+
+def make_backend(settings: WorkerSettings, device: torch.device) -> ExpertBackend:
+    """The expert backend: grouped on a GPU, the loop on a CPU, unless the settings name one."""
+    name = settings.expert_backend
+    if name == "auto":
+        name = "grouped" if device.type == "cuda" else "loop"
+    _log.info("expert backend chosen", backend=name, device=str(device))
+    return GroupedBackend() if name == "grouped" else LoopBackend()
+
+
+def make_dispatcher(settings: WorkerSettings, group: EPGroup) -> Dispatcher:
+    """The dispatch backend: local for one rank, unless the settings name one.
+
+    Raises:
+        InvalidArgumentError: local dispatch for several ranks.
+    """
+    name = settings.dispatch_backend
+    if name == "auto":
+        name = "local" if group.num_ranks == 1 else "allgather_reducescatter"
+    if name == "local":
+        if group.num_ranks > 1:
+            raise InvalidArgumentError(
+                f"EPILORA_DISPATCH_BACKEND is local, but there are {group.num_ranks} ranks; use"
+                " allgather_reducescatter",
+                reason="DISPATCH_BACKEND",
+            )
+        return LocalDispatcher()
+    return AllGatherDispatcher(group)
+
+
+def rank_multiple_of(backend: ExpertBackend, dtype: torch.dtype) -> int:
+    """See AdapterPool: what the backend needs of lora ranks."""
+    if not isinstance(backend, GroupedBackend):
+        return 0
+    return RANK_MULTIPLE if dtype == torch.bfloat16 else 1
+
+
+def attach_expert_layers(
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    placement: ExpertPlacement,
+    *,
+    dispatcher: Dispatcher,
+    backend: ExpertBackend,
+    current: CurrentStep,
+    device: torch.device,
+) -> dict[int, ExpertLayer]:
+    """Gives each experts module its ExpertLayer; returns them by layer, in the order the model runs them."""
+    layers = {}
+    for moe in spec.moe_layers:
+        module = model.get_submodule(moe.module)
+        layers[moe.layer] = ExpertLayer(
+            layer=moe.layer,
+            weights=_weights_of(module, moe.gate_up_layout),
+            physical=PhysicalExperts.make(placement, moe.layer, device),
+            dispatcher=dispatcher,
+            backend=backend,
+            current=current,
+        )
+        module.epilora_layer = layers[moe.layer]
+    return layers
+
+
+def attach_attention(model: PreTrainedModel, attention: PagedAttention) -> None:
+    """Gives each attention module the model's PagedAttention."""
+    for module in model.modules():
+        if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
+            module.epilora_attention = attention
+
+
+def max_adapter_bytes(settings: WorkerSettings, device: torch.device) -> int:
+    """Bytes for adapters."""
+    if settings.max_adapter_bytes:
+        return settings.max_adapter_bytes
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1] // _GPU_ADAPTER_SHARE
+    return _CPU_ADAPTER_BYTES
+
+
+def make_kv_cache(
+    settings: WorkerSettings, model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device, adapter_bytes: int
+) -> KVCache:
+    """The key/value cache; call it when the weights are there.
+
+    Args:
+        adapter_bytes: kept free for adapters (GPU, when the settings leave the size open).
+
+    Raises:
+        InvalidArgumentError: not room for one block.
+    """
+    config = model.config.get_text_config()
+    num_heads = config.num_attention_heads
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    block_bytes = KVCache.block_bytes(
+        num_layers=config.num_hidden_layers,
+        block_size=settings.kv_block_size,
+        num_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
+    available = settings.kv_cache_bytes
+    if available == 0 and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        available = int((free - adapter_bytes) * _GPU_KV_CACHE_FRACTION)
+    elif available == 0:
+        available = _CPU_KV_CACHE_BYTES
+    # One slot more than the blocks hold stands for padding.
+    num_blocks = (available - block_bytes // settings.kv_block_size) // block_bytes
+    if num_blocks < 1:
+        raise InvalidArgumentError(
+            f"{available} bytes are left for the key/value cache on {device}, but one block takes {block_bytes}; lower"
+            " EPILORA_MAX_ADAPTER_BYTES, or raise EPILORA_KV_CACHE_BYTES",
+            reason="KV_CACHE_TOO_SMALL",
+            metadata={"available_bytes": available, "block_bytes": block_bytes},
+        )
+    return KVCache(
+        num_layers=config.num_hidden_layers,
+        num_blocks=num_blocks,
+        block_size=settings.kv_block_size,
+        num_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _weights_of(module: nn.Module, layout: GateUpLayout) -> ExpertWeights:
+    """The local slots' weights and activation of one of transformers' experts modules."""
+    has_gate = bool(module.has_gate)
+    first = module.gate_up_proj if has_gate else module.up_proj
+    gate = module._apply_gate if has_gate else module.act_fn
+    assert isinstance(first, nn.Parameter)
+    assert isinstance(module.down_proj, nn.Parameter)
+    assert callable(gate)
+    return ExpertWeights(
+        gate_up_eHD=first.data,
+        down_eDF=module.down_proj.data,
+        gate=gate,
+        layout=layout,
+    )
