@@ -87,7 +87,8 @@ bench: setup ## Run the benchmarks of the kernels; results go to benchmarks/resu
 	$(BIN)/python -m benchmarks.kernels
 
 .PHONY: deploy
-deploy: setup ## Deploy to the cluster of the current kubectl context: make deploy [OVERLAY=gpu|cpu|two-replicas]
+deploy: setup ## Deploy to the cluster of the current kubectl context: make deploy [OVERLAY=gpu|gpu-8|cpu]
+	$(KUBECTL) apply -k deploy/volumes
 	$(KUBECTL) apply -k deploy/overlays/$(OVERLAY)
 
 .PHONY: undeploy
@@ -96,7 +97,7 @@ undeploy: setup ## Remove what make deploy made; volumes with adapters and the r
 
 .PHONY: deploy-check
 deploy-check: setup ## Render every overlay and validate it strictly, without a cluster
-	for overlay in deploy/overlays/*; do \
+	for overlay in deploy/volumes deploy/overlays/*; do \
 	  echo "$$overlay"; \
 	  $(KUBECTL) kustomize "$$overlay" | $(BIN)/kubernetes-validate --strict --quiet -; \
 	done
