@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from epilora.errors import ERROR_DOMAIN, EpiloraError, InternalError, error_class_for
+from epilora.health import HealthServicer
 
 log = structlog.get_logger(__name__)
 
@@ -197,7 +198,7 @@ class Server:
     """A running aio server with its health servicer."""
 
     server: grpc.aio.Server
-    health: health.aio.HealthServicer
+    health: HealthServicer
     port: int
     """TCP port bound, 0 for a Unix socket."""
 
@@ -232,7 +233,7 @@ async def start_server(
     options = [*_options(max_message_bytes), ("grpc.so_reuseport", 0)]
     server = grpc.aio.server(interceptors=[ErrorInterceptor(observer)], options=options)
     register(server)
-    servicer = health.aio.HealthServicer()
+    servicer = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     reflected = [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME]
     reflection.enable_server_reflection(reflected, server)

@@ -133,5 +133,9 @@ class GatewaySettings(CommonSettings):
     """Time between two looks at each rank."""
     probe_timeout_seconds: float = Field(default=2.0, gt=0)
     """A rank that does not answer within this is not ready."""
+    control_timeout_seconds: float = Field(default=30.0, gt=0)
+    """Deadline of one control call to a worker or the loader: activate, retire, discard, release."""
+    max_expert_messages: int = Field(default=16, ge=1)
+    """Messages of one ExpertService stream that may be unanswered; the stream is read no further until one is."""
     address_file: Path | None = None
     """Where to write the bound addresses as JSON once the gateway listens: {"listen": ..., "metrics": ...}."""

@@ -1,0 +1,56 @@
+"""`python -m gateway`: runs until SIGTERM or SIGINT, then stops gracefully.
+
+Exit codes: 0 after a stop; 2 if it cannot start as it is configured (the last log line says why).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+import structlog
+from pydantic import ValidationError
+
+from epilora.errors import EpiloraError
+from epilora.logs import setup_logs
+from epilora.settings import GatewaySettings
+from gateway.app import Gateway
+
+log = structlog.get_logger(__name__)
+
+EXIT_MISCONFIGURED = 2
+
+
+async def _run(settings: GatewaySettings) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    gateway = Gateway(settings)
+    try:
+        await gateway.start()
+        await stopping.wait()
+    finally:
+        await gateway.stop()
+
+
+def main() -> int:
+    """Entry point."""
+    try:
+        settings = GatewaySettings()  # type: ignore[call-arg]
+    except ValidationError as error:
+        setup_logs("gateway")
+        log.error("settings are wrong", why=str(error))
+        return EXIT_MISCONFIGURED
+    setup_logs("gateway", level=settings.log_level)
+    try:
+        asyncio.run(_run(settings))
+    except (EpiloraError, OSError) as error:
+        log.error("cannot start", why=str(error))
+        return EXIT_MISCONFIGURED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

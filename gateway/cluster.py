@@ -1,0 +1,70 @@
+"""What ClusterService tells: the group, its placement, its memory."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc.aio
+
+from epilora.errors import NotFoundError
+from epilora.v1 import cluster_service_pb2, worker_service_pb2
+from gateway.keeper import Keeper
+from gateway.ranks import Group, Rank
+from gateway.residency import worker_error
+
+GROUP_ID = 0
+
+
+class Cluster:
+    """Answers ClusterService for the one group of this gateway."""
+
+    def __init__(self, *, group: Group, keeper: Keeper, timeout_seconds: float) -> None:
+        self._group = group
+        self._keeper = keeper
+        self._timeout_seconds = timeout_seconds
+
+    def topology(self) -> cluster_service_pb2.GetTopologyResponse:
+        """The group as it was last seen."""
+        group = cluster_service_pb2.Group(
+            group_id=GROUP_ID, ranks=map(_rank_info, self._group.ranks), ready=self._keeper.serving is not None
+        )
+        known = next((rank.info for rank in self._group.ranks if rank.info is not None), None)
+        if known is not None:
+            group.model.CopyFrom(known.model)
+            group.placement_id = known.placement.placement_id
+        return cluster_service_pb2.GetTopologyResponse(groups=[group])
+
+    def placement(self, group_id: int) -> cluster_service_pb2.GetPlacementResponse:
+        """Which rank holds which experts."""
+        _check_group(group_id)
+        return self._group.infos()[0].placement
+
+    async def memory(self, group_id: int) -> cluster_service_pb2.GetMemoryResponse:
+        """Asks every rank now."""
+        _check_group(group_id)
+        ranks = await asyncio.gather(*(self._memory_of(rank) for rank in self._group.ranks))
+        return cluster_service_pb2.GetMemoryResponse(ranks=ranks)
+
+    async def _memory_of(self, rank: Rank) -> cluster_service_pb2.RankMemory:
+        try:
+            request = worker_service_pb2.GetWorkerInfoRequest()
+            info = await rank.stub.GetWorkerInfo(request, timeout=self._timeout_seconds)
+        except grpc.aio.AioRpcError as error:
+            raise worker_error(self._group, rank.ep_rank, error) from error
+        return info.memory  # type: ignore[no-any-return]
+
+
+def _rank_info(rank: Rank) -> cluster_service_pb2.RankInfo:
+    info = cluster_service_pb2.RankInfo(ep_rank=rank.ep_rank)
+    if rank.info is not None:
+        info.CopyFrom(rank.info.rank)
+    info.address = rank.address
+    info.ready = not rank.problem
+    return info
+
+
+def _check_group(group_id: int) -> None:
+    if group_id != GROUP_ID:
+        raise NotFoundError(
+            f"there is no group {group_id}, only group {GROUP_ID}", reason="GROUP_NOT_FOUND", field="group_id"
+        )

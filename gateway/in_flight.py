@@ -1,0 +1,85 @@
+"""The calls that are being answered: what they use, how to end them from outside."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from epilora.errors import EpiloraError
+
+
+class Ticket:
+    """One call in flight on one rank.
+
+    `error` is set when the gateway ended the call itself; whoever serves the call then raises it
+    instead of the cancellation that it sees.
+    """
+
+    def __init__(self, ep_rank: int) -> None:
+        self.ep_rank = ep_rank
+        self.error: EpiloraError | None = None
+        self._call: Any = None
+
+    def attach(self, call: Any) -> None:
+        """Ties the worker's call to this ticket. A ticket that was ended already cancels it at once."""
+        self._call = call
+        if self.error is not None:
+            call.cancel()
+
+    def end(self, error: EpiloraError) -> None:
+        """Ends the call with an error, which also frees its place in the worker."""
+        if self.error is None:
+            self.error = error
+            if self._call is not None:
+                self._call.cancel()
+
+
+class InFlight:
+    """All tickets of this gateway."""
+
+    def __init__(self) -> None:
+        self._tickets: set[Ticket] = set()
+        self._per_rank: Counter[int] = Counter()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextmanager
+    def ticket(self, ep_rank: int) -> Iterator[Ticket]:
+        """A ticket for the duration of one call."""
+        ticket = Ticket(ep_rank)
+        self._tickets.add(ticket)
+        self._per_rank[ep_rank] += 1
+        self._idle.clear()
+        try:
+            yield ticket
+        finally:
+            self._tickets.discard(ticket)
+            self._per_rank[ep_rank] -= 1
+            if not self._tickets:
+                self._idle.set()
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def on_rank(self, ep_rank: int) -> int:
+        """Calls in flight on one rank."""
+        return self._per_rank[ep_rank]
+
+    def end_all(self, error: EpiloraError) -> int:
+        """Ends every call; returns how many there were."""
+        tickets = list(self._tickets)
+        for ticket in tickets:
+            ticket.end(error)
+        return len(tickets)
+
+    async def idle(self, timeout_seconds: float) -> bool:
+        """Waits until nothing is in flight; False if that took too long."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True

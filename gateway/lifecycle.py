@@ -1,0 +1,399 @@
+"""Loads, reloads and unloads adapters: all ranks or none. The only writer of adapter state.
+
+One load: BuildSlices for every rank -> StageAdapter on every rank at once -> ActivateAdapter on
+ep_rank 0 -> registry -> SERVING. Until activation a failure, a cancellation or a deadline undoes
+everything; from activation on the load runs to its end whether or not the caller still waits.
+An unload that has begun always runs to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import structlog
+from google.protobuf import json_format
+
+from epilora.errors import (
+    AbortedError,
+    DeadlineExceededError,
+    EpiloraError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    UnavailableError,
+)
+from epilora.settings import GatewaySettings
+from epilora.v1 import loader_service_pb2, types_pb2
+from gateway.adapter_table import DRAINING, STAGED, AdapterTable, Entry, Generation
+from gateway.ranks import RETRY_AFTER_SECONDS, Group
+from gateway.registry import Registry, RegistryEntry
+from gateway.residency import Loader, Residency
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+REMOVE_ATTEMPTS = 3
+REMOVE_PAUSE_SECONDS = 0.2
+ABORTED_CALLS_SECONDS = 5.0
+"""How long calls that were ended by a drain may take to let go of their adapter."""
+
+
+def check_name(name: str) -> None:
+    """InvalidArgumentError unless it is a legal adapter name."""
+    if not _NAME.fullmatch(name):
+        raise InvalidArgumentError(
+            f"name is {name[:200]!r}, expected 1 to 128 characters of [A-Za-z0-9._-], "
+            "starting with a letter or a digit",
+            reason="BAD_ADAPTER_NAME",
+            field="name",
+        )
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Runs work to its end even if the task that waits for it is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            continue
+        except BaseException:
+            break
+    return task.result()
+
+
+class Lifecycle:
+    """Every change of an adapter goes through here."""
+
+    def __init__(
+        self,
+        *,
+        settings: GatewaySettings,
+        group: Group,
+        loader: Loader,
+        residency: Residency,
+        registry: Registry,
+        table: AdapterTable,
+    ) -> None:
+        self._settings = settings
+        self._group = group
+        self._loader = loader
+        self._residency = residency
+        self._registry = registry
+        self._table = table
+        self._loads: dict[asyncio.Task[None], Generation] = {}
+        self._background: set[asyncio.Task[Any]] = set()
+        self._stopping = False
+
+    async def load(self, name: str, source: str, *, allow_partial: bool, incarnation: str | None) -> types_pb2.Adapter:
+        """Loads or reloads a name.
+
+        Args:
+            incarnation: of the group as it serves now; None if it does not serve.
+
+        Raises:
+            EpiloraError: see AdapterService.LoadAdapter.
+        """
+        check_name(name)
+        if not source:
+            raise InvalidArgumentError("source is empty, expected a directory", reason="NO_SOURCE", field="source")
+        if incarnation is None or self._stopping:
+            raise self._group.not_ready()
+        with self._table.claim(name, "load") as entry:
+            generation = Generation(name=name, source=source, allow_partial=allow_partial)
+            task = asyncio.create_task(self._load(entry, generation, incarnation))
+            self._loads[task] = generation
+            task.add_done_callback(self._loads.pop)
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if task.cancelled():
+                    raise self._cancelled(generation) from None
+                task.cancel()
+                await to_the_end(_ended(task))
+                raise
+            return generation.to_proto()
+
+    async def _load(self, entry: Entry, generation: Generation, incarnation: str) -> None:
+        try:
+            generation.number = await self._registry.next_generation(at_least=self._largest_resident() + 1)
+            self._table.begin(entry, generation)
+            await self.make_resident(entry, generation, incarnation)
+        except BaseException as error:
+            failure = self._failure(generation, error)
+            self._table.fail(entry, generation, failure)
+            log.warning("load failed", adapter=generation.name, reason=failure.reason, why=failure.message)
+            raise
+        log.info("adapter serves", adapter=generation.name, generation=generation.number, source=generation.source)
+
+    def _largest_resident(self) -> int:
+        infos = [rank.info for rank in self._group.ranks if rank.info is not None]
+        return max((adapter.generation for info in infos for adapter in info.memory.adapters), default=0)
+
+    def _failure(self, generation: Generation, error: BaseException) -> EpiloraError:
+        if isinstance(error, EpiloraError):
+            return error
+        if isinstance(error, asyncio.CancelledError):
+            return self._cancelled(generation)
+        return InternalError(f"{type(error).__name__}; the gateway's log has the details", reason="INTERNAL")
+
+    def _cancelled(self, generation: Generation) -> EpiloraError:
+        if generation.cut_short is not None:
+            return generation.cut_short
+        message = f"the load of adapter {generation.name!r} was cancelled by its caller; nothing of it stays"
+        return AbortedError(message, reason="LOAD_CANCELLED")
+
+    async def make_resident(self, entry: Entry, generation: Generation, incarnation: str) -> None:
+        """Builds, stages, activates and registers a generation, or leaves nothing of it."""
+        try:
+            try:
+                async with asyncio.timeout(self._settings.load_timeout_seconds):
+                    await self._prepare(entry, generation, incarnation)
+            except TimeoutError as error:
+                raise DeadlineExceededError(
+                    f"adapter {generation.name!r} was not loaded within {self._settings.load_timeout_seconds:g} s "
+                    f"({generation.bytes_done} of {generation.bytes_total} bytes done); nothing of it stays",
+                    reason="LOAD_TIMEOUT",
+                ) from error
+            await to_the_end(self._commit(entry, generation, incarnation))
+        except BaseException:
+            await to_the_end(self.remove(generation))
+            raise
+
+    async def _prepare(self, entry: Entry, generation: Generation, incarnation: str) -> None:
+        try:
+            await self._build_and_stage(entry, generation)
+        except FailedPreconditionError as error:
+            if error.reason != "STALE_PLACEMENT":
+                raise
+            log.info("placement changed during a load, building again", adapter=generation.name)
+            await to_the_end(self.remove(generation))
+            await self._group.refresh()
+            await self._build_and_stage(entry, generation)
+        self._check_same(incarnation)
+
+    async def _build_and_stage(self, entry: Entry, generation: Generation) -> None:
+        infos = self._group.infos()
+        request = loader_service_pb2.BuildSlicesRequest(
+            source=generation.source,
+            load_specs=[info.load_spec for info in infos],
+            dense_modules=infos[0].dense_modules,
+            allow_partial=generation.allow_partial,
+            model_type=infos[0].model.model_type,
+        )
+
+        def built(done: int, total: int) -> None:
+            # Half of the work is to build the slices, the other half to copy them to the ranks.
+            generation.bytes_done, generation.bytes_total = done, 2 * total
+            self._table.changed(entry, generation)
+
+        result = await self._loader.build(request, built)
+        generation.lease_id, generation.report = result.lease_id, result.report
+        await self._registry.add_lease(result.lease_id)
+        await self._number_content(generation, result.adapter_digest)
+        total = sum(piece.tensor_bytes for piece in result.slices)
+        built(total, total)
+
+        def staged(num_bytes: int) -> None:
+            generation.bytes_done += num_bytes
+            self._table.changed(entry, generation)
+
+        generation.may_be_staged = True
+        generation.resident_bytes = await self._residency.stage(
+            generation.name, generation.number, list(result.slices), staged
+        )
+        self._table.set_state(entry, generation, STAGED)
+
+    async def _number_content(self, generation: Generation, digest: str) -> None:
+        if generation.digest and digest != generation.digest:
+            # A restored name whose files were changed meanwhile: other content is another generation.
+            generation.number = await self._registry.next_generation()
+            warning = f"restored from {generation.source}, whose content has changed since it was loaded"
+            assert generation.report is not None
+            generation.report.warnings.append(warning)
+            log.warning("content changed", adapter=generation.name, generation=generation.number, was=generation.digest)
+        generation.digest = digest
+
+    def _check_same(self, incarnation: str) -> None:
+        if self._group.incarnation != incarnation:
+            raise UnavailableError(
+                f"the ranks were restarted during the load ({self._group.problem() or 'they are back'}); try again",
+                reason="GROUP_RESTARTED",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            )
+
+    async def _commit(self, entry: Entry, generation: Generation, incarnation: str) -> None:
+        generation.may_be_active = True
+        generation.adapter_slot = await self._residency.activate(generation.number)
+        generation.serving_since = generation.serving_since or time.time()
+        assert generation.report is not None
+        await self._registry.put(
+            RegistryEntry(
+                name=generation.name,
+                source=generation.source,
+                allow_partial=generation.allow_partial,
+                generation=generation.number,
+                digest=generation.digest,
+                lease_id=generation.lease_id,
+                serving_since=generation.serving_since,
+                report=json_format.MessageToDict(generation.report),
+            )
+        )
+        old = self._table.serve(entry, generation)
+        if old is not None:
+            self._in_background(self._retire_replaced(entry, old))
+
+    async def _retire_replaced(self, entry: Entry, old: Generation) -> None:
+        try:
+            await self.drain(old, self._settings.drain_timeout_seconds)
+            await self.remove(old)
+        finally:
+            self._table.retired(entry, old)
+
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        task.add_done_callback(_log_failure)
+
+    async def drain(self, generation: Generation, timeout_seconds: float) -> int:
+        """Waits for the requests of a generation, then ends those left; how many were ended."""
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await generation.unused.wait()
+            return 0
+        except TimeoutError:
+            left = list(generation.uses)
+        for ticket in left:
+            ticket.end(
+                UnavailableError(
+                    f"adapter {generation.name!r}, generation {generation.number}, was taken away, and this request "
+                    f"had not finished {timeout_seconds:g} s later",
+                    reason="ADAPTER_DRAINED",
+                    metadata={"adapter": generation.name, "generation": generation.number},
+                )
+            )
+        try:
+            async with asyncio.timeout(ABORTED_CALLS_SECONDS):
+                await generation.unused.wait()
+        except TimeoutError:
+            log.error("calls did not end", adapter=generation.name, num_calls=len(generation.uses))
+        return len(left)
+
+    async def remove(self, generation: Generation) -> EpiloraError | None:
+        """Takes a generation out of every rank, in whatever state it is there, and gives its lease back.
+
+        Returns why that failed, if it did. A group that was lost holds nothing, which is a success;
+        what another failure leaves behind is found at the next restore.
+        """
+        failure = None
+        for _ in range(REMOVE_ATTEMPTS):
+            failure = await self._remove_once(generation)
+            if failure is None:
+                break
+            log.error("cannot remove an adapter", adapter=generation.name, why=str(failure))
+            await asyncio.sleep(REMOVE_PAUSE_SECONDS)
+        generation.adapter_slot, generation.resident_bytes = -1, 0
+        await self.release(generation.lease_id)
+        generation.lease_id = ""
+        return failure
+
+    async def _remove_once(self, generation: Generation) -> EpiloraError | None:
+        try:
+            if generation.may_be_active:
+                await self._residency.retire(generation.number)
+            if generation.may_be_staged:
+                await self._residency.discard(generation.number)
+        except UnavailableError:
+            pass
+        except EpiloraError as error:
+            return error
+        generation.may_be_active = generation.may_be_staged = False
+        return None
+
+    async def release(self, lease_id: str) -> None:
+        """Gives a lease back; if the loader is away, the registry remembers it until the next restore."""
+        if not lease_id:
+            return
+        try:
+            await self._loader.release(lease_id)
+        except EpiloraError as error:
+            log.warning("lease not given back yet", lease_id=lease_id, why=str(error))
+            return
+        await self._registry.drop_lease(lease_id)
+
+    async def unload(self, name: str, drain_timeout_seconds: float | None) -> tuple[int, int]:
+        """Drains an adapter, frees it and forgets the name; bytes freed and requests cancelled.
+
+        Raises:
+            NotFoundError: no such adapter.
+            AbortedError: the name is being loaded or unloaded.
+        """
+        self._table.get(name)
+        timeout = self._settings.drain_timeout_seconds if drain_timeout_seconds is None else drain_timeout_seconds
+        with self._table.claim(name, "unload") as entry:
+            return await to_the_end(self._unload(entry, timeout))
+
+    async def _unload(self, entry: Entry, timeout: float) -> tuple[int, int]:
+        generation, freed, cancelled, failure = entry.current, 0, 0, None
+        if generation is not None:
+            self._table.set_state(entry, generation, DRAINING)
+            cancelled = await self.drain(generation, timeout)
+        registered = self._registry.get(entry.name)
+        await self._registry.remove(entry.name)
+        if generation is not None:
+            freed = generation.resident_bytes
+            failure = await self.remove(generation)
+        elif registered is not None:
+            await self.release(registered.lease_id)
+        self._table.forget(entry)
+        if failure is not None:
+            raise InternalError(
+                f"adapter {entry.name!r} is forgotten, but not all ranks freed its memory: {failure.message}",
+                reason="ADAPTER_NOT_FREED",
+            )
+        log.info("adapter unloaded", adapter=entry.name, freed_bytes=freed, num_requests_cancelled=cancelled)
+        return freed, cancelled
+
+    def group_lost(self, error: UnavailableError) -> None:
+        """Nothing is resident any more: loads under way end, adapters that served wait to be restored."""
+        self.cancel_loads(error)
+        for entry in self._table.entries():
+            self._table.lost(entry)
+
+    def cancel_loads(self, error: EpiloraError) -> list[asyncio.Task[None]]:
+        """Ends the loads under way, which undo themselves and fail with `error`."""
+        for task, generation in self._loads.items():
+            generation.cut_short = error
+            task.cancel()
+        return list(self._loads)
+
+    async def loads_ended(self) -> None:
+        """Waits for the loads under way."""
+        if self._loads:
+            await asyncio.wait(list(self._loads))
+
+    async def stop(self) -> None:
+        """Refuses further loads and undoes those under way; resident adapters stay in the ranks."""
+        self._stopping = True
+        self.cancel_loads(UnavailableError("the gateway is stopping", reason="SHUTTING_DOWN", retry_after_seconds=1.0))
+        await self.loads_ended()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.exception()
+
+
+def _log_failure(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("background work failed", exc_info=task.exception())
