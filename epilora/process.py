@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import runpy
 import signal
+import sys
 
 _PR_SET_PDEATHSIG = 1
 
@@ -23,3 +25,19 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         raise OSError(code, f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(code)}")
     if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """`python -m epilora.process PARENT_PID MODULE ARGS...`: runs a module that does not outlive its parent.
+
+    A preexec function would do the same, but must not be used in a process with threads.
+    PARENT_PID 0: the parent is whoever started it.
+    """
+    parent_pid, module = int(sys.argv[1]), sys.argv[2]
+    die_with_parent(parent_pid or None)
+    del sys.argv[1:3]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

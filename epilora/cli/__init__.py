@@ -1,0 +1,5 @@
+"""The `epilora` command: serve, and a client of the services."""
+
+from epilora.cli.app import main
+
+__all__ = ["main"]

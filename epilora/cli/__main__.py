@@ -1,0 +1,5 @@
+"""`python -m epilora.cli`."""
+
+from epilora.cli.app import main
+
+main()

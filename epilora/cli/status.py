@@ -1,0 +1,86 @@
+"""`epilora status`."""
+
+from __future__ import annotations
+
+import grpc
+import typer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.table import Table
+
+from epilora.cli.adapters import adapter_table
+from epilora.cli.client import (
+    DEFAULT_ADDRESS,
+    EXIT_UNAVAILABLE,
+    Address,
+    Timeout,
+    connected,
+    console,
+    error_console,
+    format_bytes,
+    rpc_error,
+)
+from epilora.v1 import (
+    adapter_service_pb2,
+    adapter_service_pb2_grpc,
+    cluster_service_pb2,
+    cluster_service_pb2_grpc,
+)
+
+
+def status(address: Address = DEFAULT_ADDRESS, timeout: Timeout = 10.0) -> None:
+    """Shows ranks, memory and adapters. Exit code 3 unless the service is SERVING."""
+    with connected(address) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        cluster = cluster_service_pb2_grpc.ClusterServiceStub(channel)
+        topology = cluster.GetTopology(cluster_service_pb2.GetTopologyRequest(), timeout=timeout)
+        listing = adapter_service_pb2_grpc.AdapterServiceStub(channel).ListAdapters(
+            adapter_service_pb2.ListAdaptersRequest(page_size=1000), timeout=timeout
+        )
+        memory = _memory(cluster, address, timeout)
+    serving = check.status == health_pb2.HealthCheckResponse.SERVING
+    console.print(f"{address}: [{'green' if serving else 'red'}]{'SERVING' if serving else 'NOT SERVING'}[/]")
+    for group in topology.groups:
+        if group.HasField("model"):
+            console.print(_model_line(group))
+        console.print(_rank_table(group, memory))
+    console.print(adapter_table(list(listing.adapters)))
+    if not serving:
+        raise typer.Exit(EXIT_UNAVAILABLE)
+
+
+def _memory(
+    stub: cluster_service_pb2_grpc.ClusterServiceStub, address: str, timeout: float
+) -> dict[int, cluster_service_pb2.RankMemory]:
+    """Memory by rank; empty, and said so, while a rank is lost."""
+    try:
+        response = stub.GetMemory(cluster_service_pb2.GetMemoryRequest(), timeout=timeout)
+    except grpc.RpcError as error:
+        error_console.print(f"[yellow]memory: {rpc_error(error, address).message}[/yellow]")
+        return {}
+    return {rank.ep_rank: rank for rank in response.ranks}
+
+
+def _model_line(group: cluster_service_pb2.Group) -> str:
+    model = group.model
+    return (
+        f"{model.name} ({model.model_type}): {len(model.moe_layers)} of {model.num_layers} layers with "
+        f"{model.num_experts} experts, {model.num_experts_per_token} per token; placement {group.placement_id[:12]}"
+    )
+
+
+def _rank_table(group: cluster_service_pb2.Group, memory: dict[int, cluster_service_pb2.RankMemory]) -> Table:
+    table = Table("rank", "ready", "device", "pid", "steps", "running", "queued", "experts", "dense", "kv", "adapters")
+    for rank in group.ranks:
+        held = memory.get(rank.ep_rank)
+        sizes = (held.base_expert_bytes, held.base_dense_bytes, held.kv_cache_bytes, held.adapter_bytes) if held else ()
+        table.add_row(
+            str(rank.ep_rank),
+            "[green]yes[/]" if rank.ready else "[red]no[/]",
+            rank.device,
+            str(rank.pid),
+            str(rank.num_steps),
+            str(rank.num_running_requests),
+            str(rank.num_queued_requests),
+            *(map(format_bytes, sizes) if sizes else ("-",) * 4),
+        )
+    return table

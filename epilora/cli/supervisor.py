@@ -1,0 +1,263 @@
+"""Runs a whole service on one machine: loader, workers under torchelastic, gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from epilora.cli.children import Child, ChildSpec, descendants
+from epilora.errors import DeadlineExceededError, EpiloraError, FailedPreconditionError
+from epilora.rpc import error_from, make_channel
+from epilora.v1 import adapter_service_pb2, adapter_service_pb2_grpc, types_pb2
+
+log = structlog.get_logger(__name__)
+
+EXIT_MISCONFIGURED = 2
+MAX_EXITS_AT_START = 5
+POLL_SECONDS = 0.1
+WORKER_STOP_SECONDS = 10.0
+LOADER_STOP_SECONDS = 5.0
+GATEWAY_STOP_MARGIN_SECONDS = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions:
+    """What `epilora serve` was asked for; its other settings come from EPILORA_* variables."""
+
+    num_ranks: int
+    run_dir: Path
+    state_dir: Path
+    listen: str
+    """host:port; port 0: any free one, kept when the gateway is started again."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Sources by name, loaded at start."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """EPILORA_* variables of all children."""
+    drain_timeout_seconds: float
+    start_timeout_seconds: float
+    ready_file: Path | None = None
+
+
+class Supervisor:
+    """Starts everything in order, keeps it running, stops everything in order."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._options = options
+        self._address_file = options.run_dir / "addresses.json"
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+        self._failure: EpiloraError | None = None
+        self._ready = False
+        self._worker_pids: set[int] = set()
+        self.address = ""
+        self.metrics_address = ""
+        loader = ChildSpec(name="loader", module="loader_service", stop_seconds=LOADER_STOP_SECONDS)
+        workers = ChildSpec(
+            name="workers",
+            module="torch.distributed.run",
+            args=_torchelastic_args(options.num_ranks),
+            stop_seconds=WORKER_STOP_SECONDS,
+        )
+        stop_seconds = options.drain_timeout_seconds + GATEWAY_STOP_MARGIN_SECONDS
+        gateway = ChildSpec(name="gateway", module="gateway", stop_seconds=stop_seconds)
+        self._loader, self._workers, self._gateway = (
+            Child(spec, self._environment, self._exited) for spec in (loader, workers, gateway)
+        )
+
+    def _environment(self) -> dict[str, str]:
+        environment = {**os.environ, **self._options.environment, "PYTHONUNBUFFERED": "1"}
+        environment["EPILORA_LISTEN"] = self.address or self._options.listen
+        if self.metrics_address:
+            environment["EPILORA_METRICS_LISTEN"] = self.metrics_address
+        environment["EPILORA_ADDRESS_FILE"] = str(self._address_file)
+        # Workers end at once on SIGTERM; one that hangs must not hold up the others' restart.
+        environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")
+        environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+        return environment
+
+    def _exited(self, child: Child) -> None:
+        if self._ready:
+            return
+        if child.exit_code == EXIT_MISCONFIGURED or child.num_exits >= MAX_EXITS_AT_START:
+            self._fail(f"the {child.spec.name} process cannot start (exit code {child.exit_code})")
+
+    def _fail(self, message: str) -> None:
+        self._failure = FailedPreconditionError(f"{message}; its log lines above say why", reason="CANNOT_START")
+        self._stop.set()
+
+    def ask_to_stop(self) -> None:
+        """First call: stop in order. Second call: kill everything now."""
+        (self._stop_now if self._stop.is_set() else self._stop).set()
+
+    async def run(self) -> None:
+        """Runs until asked to stop.
+
+        Raises:
+            EpiloraError: it could not be started, or an adapter of the command line could not be loaded.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self.ask_to_stop)
+        lock = _own(self._options.state_dir)
+        try:
+            self._address_file.unlink(missing_ok=True)
+            for child in (self._loader, self._workers, self._gateway):
+                child.start()
+            starting = asyncio.create_task(self._start())
+            await self._until_stopped(starting)
+            starting.cancel()
+            await asyncio.wait([starting])
+        finally:
+            await self._stop_all()
+            os.close(lock)
+        if self._failure is not None:
+            raise self._failure
+
+    async def _until_stopped(self, starting: asyncio.Task[None]) -> None:
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({stop, starting}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done() and not starting.cancelled():
+            error = starting.exception()
+            if isinstance(error, EpiloraError):
+                self._failure = error
+                self._stop.set()
+            elif error is not None:
+                raise error
+        await stop
+
+    async def _start(self) -> None:
+        limit = self._options.start_timeout_seconds
+        try:
+            async with asyncio.timeout(limit):
+                await self._read_addresses()
+                async with make_channel(self.address) as channel:
+                    await self._until_serving(channel)
+                    await self._load_adapters(channel)
+        except TimeoutError:
+            raise DeadlineExceededError(
+                f"the service was not ready within {limit:g} s; its log lines above say what it was doing",
+                reason="START_TIMEOUT",
+            ) from None
+        self._ready = True
+        if self._options.ready_file is not None:
+            _write_atomically(self._options.ready_file, self._description())
+        log.info("ready", address=self.address, metrics=self.metrics_address, ranks=self._options.num_ranks)
+
+    async def _read_addresses(self) -> None:
+        while not self._address_file.exists():
+            await asyncio.sleep(POLL_SECONDS)
+        addresses = json.loads(self._address_file.read_text())
+        self.address, self.metrics_address = addresses["listen"], addresses["metrics"]
+
+    async def _until_serving(self, channel: grpc.aio.Channel) -> None:
+        stub = health_pb2_grpc.HealthStub(channel)
+        while True:
+            self._count_worker_starts()
+            try:
+                response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=2.0)
+                if response.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+            except grpc.aio.AioRpcError:
+                log.debug("the gateway does not answer yet")
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _count_worker_starts(self) -> None:
+        """torchelastic starts failing workers again for ever; at the first start that is a failure to report."""
+        pids = {process.pid for process in descendants(self._workers.pid)} if self._workers.pid else set()
+        self._worker_pids |= pids
+        if len(self._worker_pids) > MAX_EXITS_AT_START * self._options.num_ranks:
+            self._fail("the worker processes end again and again")
+
+    async def _load_adapters(self, channel: grpc.aio.Channel) -> None:
+        stub = adapter_service_pb2_grpc.AdapterServiceStub(channel)
+        for name, source in self._options.adapters.items():
+            try:
+                if await _serves(stub, name, source):
+                    log.info("adapter serves already", adapter=name)
+                    continue
+                response = await stub.LoadAdapter(adapter_service_pb2.LoadAdapterRequest(name=name, source=source))
+            except grpc.aio.AioRpcError as error:
+                raise error_from(error) from error
+            log.info("adapter loaded", adapter=name, generation=response.adapter.generation)
+
+    def _description(self) -> str:
+        pids = {child.spec.name: child.pid for child in (self._loader, self._workers, self._gateway)}
+        return json.dumps(
+            {
+                "address": self.address,
+                "metrics": self.metrics_address,
+                "pids": {"supervisor": os.getpid(), **pids},
+                "run_dir": str(self._options.run_dir),
+                "state_dir": str(self._options.state_dir),
+            }
+        )
+
+    async def _stop_all(self) -> None:
+        """Gateway first, which drains; then the workers it used; then the loader."""
+        log.info("stopping")
+        stopping = asyncio.create_task(self._stop_in_order())
+        now = asyncio.create_task(self._stop_now.wait())
+        await asyncio.wait({stopping, now}, return_when=asyncio.FIRST_COMPLETED)
+        if not stopping.done():
+            stopping.cancel()
+            await asyncio.wait([stopping])
+            for child in (self._gateway, self._workers, self._loader):
+                await child.stop(now=True)
+        now.cancel()
+        log.info("stopped")
+
+    async def _stop_in_order(self) -> None:
+        for child in (self._gateway, self._workers, self._loader):
+            await child.stop()
+
+
+async def _serves(stub: adapter_service_pb2_grpc.AdapterServiceStub, name: str, source: str) -> bool:
+    """True if the registry brought the adapter back already."""
+    try:
+        response = await stub.GetAdapter(adapter_service_pb2.GetAdapterRequest(name=name))
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.NOT_FOUND:
+            return False
+        raise
+    adapter = response.adapter
+    return bool(adapter.state == types_pb2.ADAPTER_STATE_SERVING and adapter.source == source)
+
+
+def _torchelastic_args(num_ranks: int) -> list[str]:
+    return [
+        "--standalone",
+        "--local-addr=127.0.0.1",
+        f"--nproc-per-node={num_ranks}",
+        "--max-restarts=1000000",
+        "--monitor-interval=0.2",
+        *("-m", "epilora.process", "0", "compute_worker"),
+    ]
+
+
+def _own(state_dir: Path) -> int:
+    """A lock on the state directory, so that a second service fails at once and clearly."""
+    descriptor = os.open(state_dir / "serve.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise FailedPreconditionError(
+            f"another `epilora serve` runs on {state_dir}; stop it or give --state-dir", reason="STATE_DIR_IN_USE"
+        ) from None
+    return descriptor
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
