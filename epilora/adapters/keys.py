@@ -1,0 +1,120 @@
+"""Tensor names -> module paths and sides, and the pairs that they make."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from epilora.adapters.safetensors_header import TensorEntry
+from epilora.errors import AdapterFormatError
+
+_PREFIX = "base_model.model."
+# One segment with the name of the adapter may stand between lora_A and weight.
+_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
+_ALWAYS_REFUSED = (
+    ("lora_magnitude_vector", "DoRA rescales the base weights by a trained magnitude"),
+    ("lora_magnitude", "DoRA rescales the base weights by a trained magnitude"),
+    (".bias", "a trained bias is not part of a pair of A and B"),
+)
+_MAX_NAMED = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """A and B of one module, as the file names it."""
+
+    module: str
+    """Path without the prefix of PEFT's wrappers; the name that rank_pattern and alpha_pattern match."""
+    a: TensorEntry
+    b: TensorEntry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairedTensors:
+    """The tensors of a file by what their names say."""
+
+    pairs: tuple[Pair, ...]
+    """In order of the first tensor's offset."""
+    others: tuple[TensorEntry, ...]
+    """Tensors whose name is not that of half a pair."""
+
+
+def pair_tensors(tensors: Iterable[TensorEntry]) -> PairedTensors:
+    """Finds the two halves of each pair.
+
+    Raises:
+        AdapterFormatError: NO_LORA_TENSORS, UNSUPPORTED_ADAPTER (DoRA, bias), MIXED_ADAPTER_NAMES,
+            DUPLICATE_TENSOR (two names of one half), MISSING_PAIR_HALF, EMPTY_TENSOR.
+    """
+    halves: dict[str, dict[str, TensorEntry]] = {}
+    others: list[TensorEntry] = []
+    adapter_names: dict[str, str] = {}
+    for tensor in tensors:
+        match = _NAME.fullmatch(tensor.name)
+        if match is None:
+            _refuse_by_name(tensor)
+            others.append(tensor)
+            continue
+        if match["adapter"] is not None:
+            adapter_names.setdefault(match["adapter"], tensor.name)
+        module = match["module"].removeprefix(_PREFIX)
+        other = halves.setdefault(module, {}).setdefault(match["side"], tensor)
+        if other is not tensor:
+            raise AdapterFormatError(
+                f"{other.name} and {tensor.name} are both lora_{match['side']} of {module}", reason="DUPLICATE_TENSOR"
+            )
+    if not halves:
+        raise _no_lora_tensors(others)
+    if len(adapter_names) > 1:
+        raise AdapterFormatError(
+            f"the file holds tensors of {len(adapter_names)} adapters, {named(list(adapter_names.values()))}; "
+            "save one adapter a file",
+            reason="MIXED_ADAPTER_NAMES",
+        )
+    _check_halves(halves)
+    pairs = tuple(Pair(module=module, a=sides["A"], b=sides["B"]) for module, sides in halves.items())
+    return PairedTensors(pairs=pairs, others=tuple(others))
+
+
+def named(names: Sequence[str]) -> str:
+    """A few names and how many more, for messages."""
+    shown = ", ".join(names[:_MAX_NAMED])
+    return shown if len(names) <= _MAX_NAMED else f"{shown} and {len(names) - _MAX_NAMED} more"
+
+
+def _refuse_by_name(tensor: TensorEntry) -> None:
+    if "lora_" not in tensor.name:
+        return
+    for part, meaning in _ALWAYS_REFUSED:
+        if part in tensor.name:
+            raise AdapterFormatError(
+                f"tensor {tensor.name}: {meaning}; such adapters are not supported",
+                reason="UNSUPPORTED_ADAPTER",
+                metadata={"tensor": tensor.name},
+            )
+
+
+def _no_lora_tensors(others: Sequence[TensorEntry]) -> AdapterFormatError:
+    if not others:
+        what = "the file holds no tensors; the trainer probably saved from a process that held none (ZeRO-3)"
+    else:
+        what = f"none of the file's {len(others)} tensors is a lora_A or lora_B, first {others[0].name}"
+    return AdapterFormatError(f"{what}; expected an adapter that PEFT saved", reason="NO_LORA_TENSORS")
+
+
+def _check_halves(halves: dict[str, dict[str, TensorEntry]]) -> None:
+    single = [next(iter(sides.values())).name for sides in halves.values() if len(sides) == 1]
+    if single:
+        raise AdapterFormatError(
+            f"{len(single)} tensors lack the other half of their pair: {named(single)}",
+            reason="MISSING_PAIR_HALF",
+            metadata={"tensor": single[0]},
+        )
+    empty = [tensor.name for sides in halves.values() for tensor in sides.values() if tensor.size_bytes == 0]
+    if empty:
+        raise AdapterFormatError(
+            f"{len(empty)} tensors have no elements: {named(empty)}; the trainer did not gather them before saving",
+            reason="EMPTY_TENSOR",
+            metadata={"tensor": empty[0]},
+        )

@@ -1,0 +1,118 @@
+"""The normal form: which bytes of the file are A and B of which expert or module, whatever layout they came in.
+
+Legend: D, F: input and output widths of an expert's projections; r lora_rank of one pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from epilora.adapters.safetensors_header import FLOAT_BYTES, TensorEntry
+from epilora.families import ModelFamily, Projection
+from epilora.model_spec import DenseModuleSpec, MoELayerSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterTarget:
+    """The model that an adapter is for: what its tensors have to fit."""
+
+    family: ModelFamily
+    moe_layers: Mapping[str, MoELayerSpec]
+    """By path of the experts' module."""
+    dense_modules: Mapping[str, DenseModuleSpec]
+    """By path."""
+
+    @classmethod
+    def make(
+        cls, family: ModelFamily, moe_layers: Sequence[MoELayerSpec], dense_modules: Sequence[DenseModuleSpec]
+    ) -> AdapterTarget:
+        """From the layers and modules of a model."""
+        return cls(
+            family=family,
+            moe_layers={layer.module: layer for layer in moe_layers},
+            dense_modules={dense.module: dense for dense in dense_modules},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Region:
+    """A matrix inside a tensor of the file.
+
+    Semantics: with the tensor as a 2D array S, matrix = S[row_begin:row_end, column_begin::column_step], transposed
+    if `transpose`.
+    """
+
+    tensor: TensorEntry
+    row_begin: int
+    row_end: int
+    column_begin: int = 0
+    column_step: int = 1
+    transpose: bool = False
+
+    @classmethod
+    def whole(cls, tensor: TensorEntry) -> Region:
+        """The whole of a 2D tensor."""
+        return cls(tensor=tensor, row_begin=0, row_end=tensor.shape[0])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the matrix."""
+        rows = self.row_end - self.row_begin
+        columns = len(range(self.column_begin, self.tensor.shape[1], self.column_step))
+        return (columns, rows) if self.transpose else (rows, columns)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the matrix's elements."""
+        rows, columns = self.shape
+        return rows * columns * FLOAT_BYTES[self.tensor.dtype]
+
+    def view(self, source: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The matrix, as a view of the tensor's 2D array."""
+        matrix = source[self.row_begin : self.row_end, self.column_begin :: self.column_step]
+        return matrix.T if self.transpose else matrix
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraPair:
+    """A [r, in] and B [out, r] of one expert's projection, or of one dense module. The delta is scale * B @ A."""
+
+    a: Region
+    b: Region
+    lora_rank: int
+    scale: float
+    """alpha / r or alpha / sqrt(r), patterns applied; never folded into A or B."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormalForm:
+    """An adapter that was checked against a model."""
+
+    expert_layout: str
+    """ "per_expert", "target_parameters" or "none"."""
+    experts: Mapping[tuple[int, Projection], Mapping[int, LoraPair]]
+    """(layer, projection) -> logical expert -> pair, in order of layer."""
+    dense: Mapping[str, LoraPair]
+    """Module path -> pair, in order of the model's modules."""
+    ignored: tuple[str, ...]
+    """Tensors left out by allow_partial."""
+    rank_differences: tuple[str, ...]
+    """Modules whose tensors have another lora_rank than the config says."""
+    warnings: tuple[str, ...]
+
+    def pairs(self) -> list[LoraPair]:
+        """All pairs: experts', then dense ones."""
+        return [pair for by_expert in self.experts.values() for pair in by_expert.values()] + list(self.dense.values())
+
+
+NUMPY_DTYPE: Mapping[str, np.dtype[Any]] = {
+    "F32": np.dtype("<u4"),
+    "F16": np.dtype("<u2"),
+    "BF16": np.dtype("<u2"),
+}
+"""Elements as the bits they are: nothing here computes with them."""

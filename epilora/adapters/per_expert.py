@@ -1,0 +1,72 @@
+"""The per-expert layout: one pair of matrices for each expert and projection.
+
+Written by PEFT where experts are lists of linear maps (transformers 4), and by most other trainers:
+`...mlp.experts.7.gate_proj.lora_A.weight` [r, D], Mixtral `...block_sparse_moe.experts.7.w1...`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from epilora.adapters.checks import check_linear
+from epilora.adapters.keys import Pair
+from epilora.adapters.normal_form import AdapterTarget, LoraPair, Region
+from epilora.adapters.peft_config import PeftConfig
+from epilora.errors import AdapterFormatError
+from epilora.families import Projection
+from epilora.model_spec import MoELayerSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertModule:
+    """One projection of one expert."""
+
+    moe: MoELayerSpec
+    expert: int
+    projection: Projection
+
+
+def match_expert(module: str, target: AdapterTarget) -> ExpertModule | None:
+    """The expert and projection of a module path (renamed to today's tree); None if it is something else.
+
+    Raises:
+        AdapterFormatError: EXPERT_OUT_OF_RANGE; an expert that the model does not have.
+    """
+    experts_path, _, name = module.rpartition(".")
+    experts_path, _, number = experts_path.rpartition(".")
+    moe = target.moe_layers.get(experts_path)
+    projection = target.family.expert_projections.get(name)
+    if moe is None or projection is None or not (number.isascii() and number.isdecimal()):
+        return None
+    # "07" would be a second name of expert 7: not something a trainer writes.
+    if len(number) > 9 or str(int(number)) != number or int(number) >= moe.num_experts:
+        raise AdapterFormatError(
+            f"{module}: expert {number[:20]} is not an expert of layer {moe.layer}, which has experts 0 to "
+            f"{moe.num_experts - 1}; the adapter is for another model",
+            reason="EXPERT_OUT_OF_RANGE",
+            metadata={"module": module, "num_experts": moe.num_experts},
+        )
+    return ExpertModule(moe=moe, expert=int(number), projection=projection)
+
+
+def features_of(moe: MoELayerSpec, projection: Projection) -> tuple[int, int]:
+    """(in, out) of a projection of one expert."""
+    if projection is Projection.DOWN:
+        return moe.intermediate_size, moe.hidden_size
+    rows = 2 * moe.intermediate_size if projection is Projection.GATE_UP else moe.intermediate_size
+    return moe.hidden_size, rows
+
+
+def resolve_expert_pair(pair: Pair, found: ExpertModule, config: PeftConfig) -> LoraPair:
+    """The pair of one expert's projection.
+
+    Raises:
+        AdapterFormatError: SHAPE_MISMATCH, RANK_MISMATCH.
+    """
+    lora_rank = check_linear(pair, *features_of(found.moe, found.projection), config)
+    return LoraPair(
+        a=Region.whole(pair.a),
+        b=Region.whole(pair.b),
+        lora_rank=lora_rank,
+        scale=config.scale_of(pair.module, lora_rank),
+    )
