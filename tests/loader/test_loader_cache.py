@@ -1,0 +1,244 @@
+"""Single flight, leases, budget, cancellation, and what is left after a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from epilora.errors import FailedPreconditionError, ResourceExhaustedError
+from epilora.model_spec import ModelSpec
+from epilora.placement import ExpertPlacement
+from epilora.rpc import make_channel
+from epilora.v1 import loader_service_pb2 as pb
+from loader_service.cache import SliceCache
+from tests.loader.loader_harness import LoaderClient, build_request, loader_settings, running_loader
+from tests.unit.epilora_adapters import write_adapter
+from tests.unit.epilora_models import model_spec
+
+WIDE = 4096
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelSpec:
+    """Wide enough that a build takes a moment."""
+    return model_spec(tmp_path / "model", hidden_size=WIDE, head_dim=64, num_experts=16)
+
+
+def _big_adapter(path: Path, *, lora_rank: int = 32, seed: int = 0) -> Path:
+    """About 250 MB at lora_rank 32."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for layer in range(2):
+        for expert in range(16):
+            for name, out, width in (("gate_proj", 6, WIDE), ("up_proj", 6, WIDE), ("down_proj", WIDE, 6)):
+                module = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{name}"
+                tensors[f"{module}.lora_A.weight"] = rng.random((lora_rank, width), dtype=np.float32)
+                tensors[f"{module}.lora_B.weight"] = rng.random((out, lora_rank), dtype=np.float32)
+    return write_adapter(path, tensors, r=lora_rank)
+
+
+@pytest.fixture
+def request_for(tmp_path: Path, model: ModelSpec) -> pb.BuildSlicesRequest:
+    adapter = _big_adapter(tmp_path / "adapters" / "a")
+    return build_request(adapter, model, ExpertPlacement.make("linear", model, 2))
+
+
+async def test_a_hundred_calls_are_one_build(tmp_path: Path, request_for: pb.BuildSlicesRequest) -> None:
+    async with running_loader(loader_settings(tmp_path, [tmp_path / "adapters"])) as loader:
+        results = await asyncio.gather(*(loader.build(request_for) for _ in range(100)))
+        state = await loader.cache()
+        assert (state.num_builds, state.num_entries, state.num_leases) == (1, 1, 100)
+        assert len({result.lease_id for result in results}) == 100
+        assert {tuple(piece.digest for piece in result.slices) for result in results} == {
+            tuple(piece.digest for piece in results[0].slices)
+        }
+        for result in results[:-1]:
+            assert await loader.release(result.lease_id) == 0
+        assert Path(results[-1].slices[0].path).exists()
+        assert await loader.release(results[0].lease_id) == 0, "a lease given back twice is one"
+        assert await loader.release(results[-1].lease_id) == state.used_bytes
+        assert await loader.release("no such lease") == 0
+        state = await loader.cache()
+        assert (state.used_bytes, state.num_entries, state.num_leases) == (0, 0, 0)
+
+
+async def test_a_later_call_is_a_hit_and_reads_nothing(tmp_path: Path, request_for: pb.BuildSlicesRequest) -> None:
+    async with running_loader(loader_settings(tmp_path, [tmp_path / "adapters"])) as loader:
+        first = await loader.build(request_for)
+        second = await loader.build(request_for)
+        assert (first.report.cache_hit, second.report.cache_hit) == (False, True)
+        assert (first.report.bytes_read > 0, second.report.bytes_read) == (True, 0)
+        assert first.slices == second.slices
+        assert first.lease_id != second.lease_id
+
+
+async def test_progress_grows_to_the_total(tmp_path: Path, request_for: pb.BuildSlicesRequest) -> None:
+    async with running_loader(loader_settings(tmp_path, [tmp_path / "adapters"])) as loader:
+        events = [event async for event in loader.stream(request_for)]
+    *steps, last = events
+    assert last.WhichOneof("event") == "result"
+    done = [step.progress.bytes_done for step in steps]
+    assert done == sorted(done)
+    total = sum(piece.size_bytes for piece in last.result.slices)
+    assert {step.progress.bytes_total for step in steps} <= {0, total}
+    assert all(value <= total for value in done)
+
+
+async def test_waiters_share_the_error(tmp_path: Path, model: ModelSpec) -> None:
+    adapter = _big_adapter(tmp_path / "adapters" / "a")
+    weights = adapter / "adapter_model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-4:] = np.float32("nan").tobytes()
+    weights.write_bytes(raw)
+    request = build_request(adapter, model, ExpertPlacement.make("linear", model, 2))
+    async with running_loader(loader_settings(tmp_path, [tmp_path / "adapters"])) as loader:
+        errors = await asyncio.gather(*(loader.error(request) for _ in range(5)))
+        assert {error.reason for error in errors} == {"NON_FINITE"}
+        assert "layers.1.mlp.experts.9.up_proj.lora_B" in errors[0].message
+        state = await loader.cache()
+        assert (state.num_builds, state.used_bytes, state.num_leases) == (0, 0, 0)
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+async def _settled(loader: LoaderClient) -> pb.GetCacheResponse:
+    """The cache once nothing is being built or removed, within 10 s."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        state = await loader.cache()
+        if state.used_bytes == 0 and state.num_leases == 0:
+            return state
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"still in use: {state}")
+
+
+async def test_cancelled_waiters(tmp_path: Path, request_for: pb.BuildSlicesRequest) -> None:
+    async with running_loader(loader_settings(tmp_path, [tmp_path / "adapters"])) as loader:
+        alone = loader.start(request_for)
+        await alone.read()
+        alone.cancel()
+        assert (await _settled(loader)).num_builds == 0, "the last waiter left: nothing is built"
+        leaving = [loader.start(request_for) for _ in range(3)]
+        staying = asyncio.create_task(loader.build(request_for))
+        for call in leaving:
+            await call.read()
+            call.cancel()
+        result = await staying
+        assert all(Path(piece.path).exists() for piece in result.slices)
+        assert await loader.release(result.lease_id) > 0 or (await _settled(loader)).num_entries == 0
+
+
+async def test_budget(tmp_path: Path, model: ModelSpec) -> None:
+    placement = ExpertPlacement.make("linear", model, 2)
+    small = [_big_adapter(tmp_path / "adapters" / name, lora_rank=2, seed=seed) for seed, name in enumerate("ab")]
+    settings = loader_settings(tmp_path, [tmp_path / "adapters"], cache_budget_bytes=4 << 20)
+    async with running_loader(settings) as loader:
+        first = await loader.build(build_request(small[0], model, placement))
+        error = await loader.error(build_request(small[1], model, placement))
+        assert isinstance(error, ResourceExhaustedError)
+        assert error.reason == "CACHE_FULL"
+        assert "budget of 4194304 bytes" in error.message
+        state = await loader.cache()
+        assert (state.num_entries, state.used_bytes) == (1, sum(piece.size_bytes for piece in first.slices))
+        await loader.release(first.lease_id)
+        assert (await loader.build(build_request(small[1], model, placement))).slices
+
+
+async def test_a_file_changed_in_place_is_another_entry(tmp_path: Path, model: ModelSpec) -> None:
+    adapter = _big_adapter(tmp_path / "adapters" / "a", lora_rank=2)
+    request = build_request(adapter, model, ExpertPlacement.make("linear", model, 2))
+    weights = adapter / "adapter_model.safetensors"
+    async with running_loader(loader_settings(tmp_path, [tmp_path / "adapters"])) as loader:
+        first = await loader.build(request)
+        with weights.open("r+b") as stream:
+            stream.seek(-4, os.SEEK_END)
+            stream.write(np.float32(7).tobytes())
+        second = await loader.build(request)
+        assert second.adapter_digest != first.adapter_digest
+        assert second.slices[1].digest != first.slices[1].digest
+        assert not second.report.cache_hit
+
+
+def test_a_directory_has_one_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loader_service.cache._LOCK_TIMEOUT_SECONDS", 0.1)
+    first = SliceCache(tmp_path / "cache", 1 << 20)
+    first.open()
+    with pytest.raises(FailedPreconditionError, match="another loader owns the cache directory"):
+        SliceCache(tmp_path / "cache", 1 << 20).open()
+    first.close()
+    again = SliceCache(tmp_path / "cache", 1 << 20)
+    again.open()
+    again.close()
+
+
+class _Process:
+    """A loader in a process of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.address = f"unix:{path}/run/loader.sock"
+        self._environment = {
+            **os.environ,
+            "EPILORA_MODEL": str(path),
+            "EPILORA_RUN_DIR": str(path / "run"),
+            "EPILORA_CACHE_DIR": str(path / "cache"),
+            "EPILORA_ADAPTER_ROOTS": f'["{path}/adapters"]',
+        }
+
+    def __enter__(self) -> _Process:
+        self.popen = subprocess.Popen([sys.executable, "-m", "loader_service"], env=self._environment)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.popen.kill()
+        self.popen.wait(10)
+
+    async def ready(self) -> None:
+        """Waits until health is SERVING, 20 s at most."""
+        deadline = time.monotonic() + 20
+        async with make_channel(self.address) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while True:
+                try:
+                    request = health_pb2.HealthCheckRequest(service="epilora.v1.LoaderService")
+                    reply = await stub.Check(request, timeout=5)
+                    if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                        return
+                except grpc.aio.AioRpcError:
+                    assert self.popen.poll() is None, "the loader ended"
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.1)
+
+
+async def test_a_loader_wipes_what_a_killed_one_left(tmp_path: Path, request_for: pb.BuildSlicesRequest) -> None:
+    cache = tmp_path / "cache"
+    with _Process(tmp_path) as process:
+        await process.ready()
+        async with make_channel(process.address) as channel:
+            result = await LoaderClient(channel).build(request_for)
+            first_instance = (await LoaderClient(channel).cache()).instance_id
+        process.popen.send_signal(signal.SIGKILL)
+        process.popen.wait(10)
+    assert Path(result.slices[0].path).exists()
+    (cache / "unfinished-0123").mkdir()
+    (cache / "somebody-elses").mkdir()
+    with _Process(tmp_path) as process:
+        await process.ready()
+        assert sorted(path.name for path in cache.iterdir()) == [".lock", "somebody-elses"]
+        async with make_channel(process.address) as channel:
+            loader = LoaderClient(channel)
+            assert await loader.release(result.lease_id) == 0
+            assert (await loader.cache()).instance_id != first_instance
+            assert (await loader.build(request_for)).slices
+        process.popen.terminate()
+        assert process.popen.wait(10) == 0
+    assert sorted(path.name for path in cache.iterdir()) == [".lock", "somebody-elses"]
+    assert not (tmp_path / "run" / "loader.sock").exists()
