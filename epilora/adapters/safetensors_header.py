@@ -136,7 +136,7 @@ def _entry(name: str, value: Any, data_start: int, where: str) -> TensorEntry:
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if set(fields) != {"dtype", "shape", "data_offsets"} or not _is_sizes(shape) or not _is_sizes(offsets):
         raise _error(where, f"tensor {_short(name)}: not an entry of dtype, shape and data_offsets")
-    if dtype not in FLOAT_BYTES:
+    if not isinstance(dtype, str) or dtype not in FLOAT_BYTES:
         raise AdapterFormatError(
             f"{where}: tensor {_short(name)} has dtype {_short(dtype)}, expected one of {', '.join(FLOAT_BYTES)}",
             reason="UNSUPPORTED_DTYPE",

@@ -1,0 +1,156 @@
+"""adapter_config.json: refusals by name, defaults, and patterns as PEFT matches them."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from epilora.adapters.patterns import ModulePatterns
+from epilora.adapters.peft_config import parse_peft_config
+from epilora.errors import AdapterFormatError
+
+
+def _parse(**changes: Any) -> Any:
+    values = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, **changes}
+    return parse_peft_config(json.dumps(values).encode())
+
+
+REFUSED = {
+    "peft_type": ["LOHA", "IA3", None, 1],
+    "bias": ["all", "lora_only"],
+    "use_dora": [True],
+    "lora_bias": [True],
+    "modules_to_save": [["lm_head"]],
+    "trainable_token_indices": [[1, 2], {"embed_tokens": [3]}],
+    "layer_replication": [[[0, 2], [1, 3]]],
+    "alora_invocation_tokens": [[1], []],
+    "use_qalora": [True],
+    "use_bdlora": [{"nblocks": 2}],
+    "arrow_config": [{"top_k": 1}],
+    "kasa_config": [{"beta": 1}],
+    "monteclora_config": [{"num_samples": 1}],
+    "megatron_config": [{"tensor_parallel": 2}],
+    "init_lora_weights": ["pissa", "pissa_niter_16", "olora", "OLoRA", "corda", "loftq", "lora_ga", "future", 3],
+    "some_future_field": [True, "x", [1]],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in REFUSED.items() for value in values])
+def test_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(AdapterFormatError, match=field) as caught:
+        _parse(**{field: value})
+    assert caught.value.reason == "UNSUPPORTED_ADAPTER"
+    assert caught.value.metadata["config_field"] == field
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"init_lora_weights": value} for value in (True, False, None, "gaussian", "Gaussian", "eva", "orthogonal", "mica")]
+    + [{"bias": None}, {"bias": "none"}, {"use_dora": False}, {"modules_to_save": []}, {"some_future_field": None}]
+    + [{"lora_dropout": 0.5, "target_modules": "all-linear", "layers_to_transform": [1], "exclude_modules": ["x"]}],
+)
+def test_accepted(changes: dict[str, Any]) -> None:
+    assert _parse(**changes).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"r": 0}, "r is 0, expected a positive integer"),
+        ({"r": 4.0}, r"r is 4\.0"),
+        ({"r": True}, "r is True"),
+        ({"lora_alpha": "16"}, "lora_alpha is '16', expected a finite number"),
+        ({"lora_alpha": float("inf")}, "lora_alpha is inf"),
+        ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 1000"),
+        ({"use_rslora": "yes"}, "use_rslora is 'yes'"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern is"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern is"),
+        ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern is"),
+        ({"alpha_pattern": {"q_proj(": 1}}, "is not a regular expression"),
+        ({"alpha_pattern": {"(a+)+": 1}}, "may take forever"),
+        ({"alpha_pattern": {"a*b*c*d*": 1}}, "may take forever"),
+        ({"rank_pattern": {"x" * 600: 1}}, "600 characters"),
+        ({"target_parameters": "mlp.experts.gate_up_proj"}, "target_parameters is"),
+        ({"peft_version": 18}, "peft_version is 18"),
+    ],
+)
+def test_bad_values(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(AdapterFormatError, match=text) as caught:
+        _parse(**changes)
+    assert caught.value.reason == "BAD_ADAPTER_CONFIG"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
+def test_broken_json(content: bytes) -> None:
+    with pytest.raises(AdapterFormatError) as caught:
+        parse_peft_config(content)
+    assert caught.value.reason == "BAD_ADAPTER_CONFIG"
+
+
+def test_defaults_are_pefts_and_named() -> None:
+    config = parse_peft_config(b'{"peft_type": "LORA"}')
+    assert config.ranks.value_of("x") == 8
+    assert config.scale_of("x", 8) == 1.0
+    assert [warning.split(";")[0] for warning in config.warnings] == [
+        "adapter_config.json has no r",
+        "adapter_config.json has no lora_alpha",
+    ]
+    assert "lora_alpha is 0" in _parse(lora_alpha=0).warnings[0]
+    assert _parse(lora_alpha=-4).scale_of("x", 4) == -1.0
+
+
+PATTERNS = [
+    "q_proj",
+    "self_attn.q_proj",
+    "proj",
+    "layers.1.self_attn.q_proj",
+    "^model.layers.0.self_attn.q_proj",
+    "^layers.0.self_attn.q_proj",
+    r".*\.experts\.[02]\.(w1|w2)",
+    r"model\.layers\.\d+\.mlp\.gate",
+    "mlp.gate",
+    "gate",
+    r".*\.gate_up_proj",
+    "experts.down_proj",
+    "model.layers.0.self_attn.q_proj",
+    "",
+]
+MODULES = [
+    "q_proj",
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.1.self_attn.q_proj",
+    "model.layers.11.self_attn.q_proj",
+    "model.layers.0.self_attn.xq_proj",
+    "model.layers.0.mlp.gate",
+    "model.layers.0.mlp.gate_proj",
+    "model.layers.0.mlp.shared_expert_gate",
+    "model.layers.0.block_sparse_moe.experts.2.w1",
+    "model.layers.0.block_sparse_moe.experts.12.w1",
+    "model.layers.0.mlp.experts.gate_up_proj",
+    "model.layers.0.mlp.experts.down_proj",
+]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_patterns_match_as_in_peft(module: str) -> None:
+    other = pytest.importorskip("peft.utils.other")
+    table = {pattern: number for number, pattern in enumerate(PATTERNS)}
+    for keys in ([pattern] for pattern in PATTERNS):
+        single = {key: table[key] for key in keys}
+        expected = single.get(other.get_pattern_key(single.keys(), module), -1)
+        assert ModulePatterns("p", single, -1).value_of(module) == expected, keys
+    for start in range(len(PATTERNS)):
+        rotated = {key: table[key] for key in PATTERNS[start:] + PATTERNS[:start]}
+        expected = rotated.get(other.get_pattern_key(rotated.keys(), module), -1)
+        assert ModulePatterns("p", rotated, -1).value_of(module) == expected
+
+
+def test_the_worst_accepted_expression_is_quick() -> None:
+    patterns = ModulePatterns("p", {".*a.*b.*c": 1}, 0)
+    start = time.monotonic()
+    assert patterns.value_of("model.layers.0.mlp.experts.127." + "ab" * 40) == 0
+    assert time.monotonic() - start < 5

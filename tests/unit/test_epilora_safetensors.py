@@ -1,0 +1,118 @@
+"""The header parser: exact on good files, clean errors on everything else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save
+
+from epilora.adapters.safetensors_header import parse_header
+from epilora.errors import AdapterFormatError
+
+
+def _parse(header: bytes, data_bytes: int) -> Any:
+    return parse_header(header, file_bytes=8 + len(header) + data_bytes, where="file")
+
+
+def _entry(begin: int, end: int, shape: Any = None, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": [(end - begin) // 4] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+def test_a_file_that_safetensors_wrote() -> None:
+    arrays = {
+        "b": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "a": np.ones(5, np.float16),
+        "c": np.zeros((0, 2), "f4"),
+    }
+    raw = save(arrays, metadata={"format": "pt"})
+    length = int.from_bytes(raw[:8], "little")
+    header = parse_header(raw[8 : 8 + length], file_bytes=len(raw), where="file")
+    assert header.metadata == {"format": "pt"}
+    assert [tensor.index for tensor in header.tensors] == [0, 1, 2]
+    for tensor in header.tensors:
+        array = arrays[tensor.name]
+        assert tensor.shape == array.shape
+        assert raw[tensor.offset : tensor.offset + tensor.size_bytes] == array.tobytes()
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "list": ([], "is list, not an object"),
+    "number for an entry": ({"a": 3}, "not an entry"),
+    "extra key": ({"a": {**_entry(0, 8), "x": 1}}, "not an entry"),
+    "missing key": ({"a": {"dtype": "F32", "shape": [2]}}, "not an entry"),
+    "negative size": ({"a": _entry(0, 8, [-2])}, "not an entry"),
+    "boolean size": ({"a": _entry(0, 4, [True])}, "not an entry"),
+    "float offset": ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8.0]}}, "not an entry"),
+    "three offsets": ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4, 8]}}, "do not match shape"),
+    "reversed offsets": ({"a": _entry(8, 0, [2])}, "do not match shape"),
+    "shape of another size": ({"a": _entry(0, 8, [3])}, "do not match shape"),
+    "overflowing shape": ({"a": _entry(0, 8, [2**62, 2**62])}, "do not match shape"),
+    "hole": ({"a": _entry(0, 4), "b": _entry(8, 12)}, "leaves a hole"),
+    "hole at the start": ({"a": _entry(4, 8)}, "leaves a hole"),
+    "overlap": ({"a": _entry(0, 8), "b": _entry(4, 12)}, "overlaps the one before"),
+    "same place": ({"a": _entry(0, 8), "b": _entry(0, 8)}, "overlaps the one before"),
+    "past the end": ({"a": _entry(0, 16)}, "is truncated"),
+    "before the end": ({"a": _entry(0, 4)}, "bytes after its last tensor"),
+    "metadata of numbers": ({"__metadata__": {"a": 1}}, "__metadata__"),
+    "quantised": ({"a": {"dtype": "F8_E4M3", "shape": [8], "data_offsets": [0, 8]}}, "F8_E4M3"),
+    "unknown dtype": ({"a": {"dtype": [], "shape": [8], "data_offsets": [0, 8]}}, "has dtype"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_headers(kind: str) -> None:
+    content, text = BAD[kind]
+    with pytest.raises(AdapterFormatError, match=text):
+        _parse(json.dumps(content).encode(), 12)
+
+
+def test_a_name_twice() -> None:
+    entry = json.dumps(_entry(0, 8))
+    with pytest.raises(AdapterFormatError, match="has 'a' twice"):
+        _parse(f'{{"a": {entry}, "a": {entry}}}'.encode(), 8)
+
+
+@pytest.mark.parametrize("header", [b"", b"\xff{}", b"[" * 200_000, b'{"a": 1e999}', b'{"\\ud800": {}}', b"{} x"])
+def test_not_json(header: bytes) -> None:
+    with pytest.raises(AdapterFormatError):
+        _parse(header, 0)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["F32", "BF16"]),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=8), children, max_size=3),
+    max_leaves=12,
+)
+entries = st.fixed_dictionaries({"dtype": st.sampled_from(["F32", "F16", "I8"]) | json_values}) | json_values
+
+
+def _tensor_bytes(header: bytes, data_bytes: int) -> int | str:
+    """Bytes of all tensors, or the reason of the refusal. Anything else than a clean error goes through."""
+    try:
+        parsed = _parse(header, data_bytes)
+    except AdapterFormatError as error:
+        return error.reason if len(error.message) < 1000 else error.message
+    return sum(tensor.size_bytes for tensor in parsed.tensors)
+
+
+REASONS = ("BAD_SAFETENSORS", "UNSUPPORTED_DTYPE")
+
+
+@settings(max_examples=200, deadline=None)
+@given(content=st.dictionaries(st.sampled_from(["a", "b", "__metadata__"]), entries, max_size=3) | json_values)
+def test_any_json_gives_a_header_or_a_clean_error(content: Any) -> None:
+    assert _tensor_bytes(json.dumps(content).encode(), 16) in (16, *REASONS)
+
+
+@settings(max_examples=200, deadline=None)
+@given(position=st.integers(0, 200), value=st.integers(0, 255))
+def test_any_changed_byte_gives_a_header_or_a_clean_error(position: int, value: int) -> None:
+    raw = bytearray(save({"a": np.ones((2, 3), np.float32), "b": np.ones(4, np.float16)}))
+    length = int.from_bytes(raw[:8], "little")
+    raw[8 + position % length] = value
+    assert _tensor_bytes(bytes(raw[8 : 8 + length]), 32) in (32, *REASONS)
