@@ -1,0 +1,45 @@
+"""Fixtures of the tests that run whole services."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service.harness import REPOSITORY, Service
+
+FIXTURES = REPOSITORY / "tests" / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def models() -> Path:
+    """Directory of the tiny checkpoints."""
+    return FIXTURES / "models"
+
+
+@pytest.fixture(scope="session")
+def adapters() -> Path:
+    """Directory of the adapters that real writers wrote."""
+    return FIXTURES / "adapters"
+
+
+@pytest.fixture
+def start_service(adapters: Path) -> Iterator[Callable[..., Service]]:
+    """Starts services that end with the test."""
+    with ExitStack() as services:
+
+        def start(model: Path, **options: Any) -> Service:
+            options.setdefault("adapter_roots", [adapters])
+            return services.enter_context(Service(model, **options))
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def service(models: Path, adapters: Path) -> Iterator[Service]:
+    """Two ranks of the tiny Qwen3-MoE, shared by the tests of a module; each test leaves no adapter behind."""
+    with Service(models / "qwen3moe-T", ranks=2, adapter_roots=[adapters]) as running:
+        yield running
