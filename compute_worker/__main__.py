@@ -32,9 +32,12 @@ def _set_threads(settings: WorkerSettings) -> None:
 
 
 def _exit_on_signal() -> None:
-    """Ends at once: the gateway drains before it stops a worker, and a collective cannot be interrupted anyway."""
+    """Ends at once: the gateway drains before it stops a worker, and a collective cannot be interrupted anyway.
+
+    The default action, not a Python handler: that would not run while a collective or the rendezvous waits in C++.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: os._exit(0))
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _watch(worker: Worker, timeout_seconds: float) -> None:

@@ -83,6 +83,8 @@ class Supervisor:
         environment["EPILORA_ADDRESS_FILE"] = str(self._address_file)
         # Workers end at once on SIGTERM; one that hangs must not hold up the others' restart.
         environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")
+        # Otherwise a group that is started again meets the addresses of its dead predecessor in torchelastic's store.
+        environment.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         environment.setdefault("TOKENIZERS_PARALLELISM", "false")
         return environment
 
