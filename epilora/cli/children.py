@@ -29,8 +29,10 @@ class ChildSpec:
     module: str
     """Run as `python -m MODULE ARGS`."""
     args: Sequence[str] = ()
+    stop_signal: signal.Signals = signal.SIGTERM
+    """Asks it to stop."""
     stop_seconds: float
-    """From SIGTERM to SIGKILL."""
+    """From stop_signal to SIGKILL."""
 
 
 class Child:
@@ -83,7 +85,7 @@ class Child:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     async def stop(self, *, now: bool = False) -> None:
-        """SIGTERM, then SIGKILL to it and its children if it does not end in time."""
+        """Asks it to stop, then kills it if it does not in time, and whatever it leaves behind."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.wait([self._keeping])
@@ -91,7 +93,7 @@ class Child:
         if process is None or process.returncode is not None:
             return
         family = descendants(process.pid)
-        process.send_signal(signal.SIGKILL if now else signal.SIGTERM)
+        process.send_signal(signal.SIGKILL if now else self.spec.stop_signal)
         try:
             async with asyncio.timeout(self.spec.stop_seconds):
                 await process.wait()

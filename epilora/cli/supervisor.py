@@ -67,6 +67,9 @@ class Supervisor:
             name="workers",
             module="torch.distributed.run",
             args=_torchelastic_args(options.num_ranks),
+            # Workers hold nothing that a stop could save, and are idle once the gateway has drained; torchelastic
+            # would print a traceback for each SIGTERM. They end with it.
+            stop_signal=signal.SIGKILL,
             stop_seconds=WORKER_STOP_SECONDS,
         )
         stop_seconds = options.drain_timeout_seconds + GATEWAY_STOP_MARGIN_SECONDS
