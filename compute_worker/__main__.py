@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -14,6 +15,7 @@ import torch
 from compute_worker.ep_group import EPGroup
 from compute_worker.servicer import WorkerServicer
 from compute_worker.worker import Worker
+from epilora.errors import EpiloraError
 from epilora.logs import setup_logs
 from epilora.rpc import start_server
 from epilora.settings import WorkerSettings
@@ -23,6 +25,7 @@ log = structlog.get_logger(__name__)
 
 _SERVICE = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 _EXIT_GROUP_LOST = 70
+_EXIT_CANNOT_START = 78
 _FLUSH_SECONDS = 0.3
 
 
@@ -31,10 +34,11 @@ def _set_threads(settings: WorkerSettings) -> None:
     torch.set_num_threads(threads)
 
 
-def _exit_on_signal() -> None:
-    """Ends at once: the gateway drains before it stops a worker, and a collective cannot be interrupted anyway.
+def _end_on_signal() -> None:
+    """SIGTERM and SIGINT end the process at once: the gateway drains before workers are stopped.
 
-    The default action, not a Python handler: that would not run while a collective or the rendezvous waits in C++.
+    The system's own action, not a handler of ours: a handler would not run while the main thread waits in a
+    collective, and then torchelastic would wait for this process before it starts the group anew.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
@@ -55,7 +59,11 @@ async def _serve(settings: WorkerSettings) -> None:
     lost = asyncio.Event()
     group = EPGroup.from_environment(settings)
     setup_logs("worker", level=settings.log_level, ep_rank=group.ep_rank)
-    worker = Worker(settings=settings, group=group, on_failure=lambda _: aio_loop.call_soon_threadsafe(lost.set))
+
+    def on_failure(_: BaseException) -> None:
+        aio_loop.call_soon_threadsafe(lost.set)
+
+    worker = Worker(settings=settings, group=group, on_failure=on_failure)
     worker.loop.start()
     threading.Thread(
         target=_watch, args=(worker, settings.collective_timeout_seconds), name="watchdog", daemon=True
@@ -84,9 +92,13 @@ async def _serve(settings: WorkerSettings) -> None:
 def main() -> None:
     """Runs one rank until it is told to end or loses its group."""
     settings = WorkerSettings()  # type: ignore[call-arg]
-    _exit_on_signal()
+    _end_on_signal()
     _set_threads(settings)
-    asyncio.run(_serve(settings))
+    try:
+        asyncio.run(_serve(settings))
+    except EpiloraError as error:
+        log.error("cannot start", reason=error.reason, message=error.message)
+        sys.exit(_EXIT_CANNOT_START)
 
 
 if __name__ == "__main__":

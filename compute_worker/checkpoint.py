@@ -94,7 +94,7 @@ def load_model(settings: WorkerSettings, load_spec: MoEEPLoadSpec, device: torch
     model.requires_grad_(False).eval()
     experts = _expert_parameters(model, load_spec)
     if settings.load_format == "random":
-        growth = _fill(model, experts, device, _random_dense, _random_expert)
+        growth = _fill(model, experts, device, random_dense, random_expert)
     else:
         growth = _fill_from_files(settings.model, model, experts, device)
     expert_bytes = sum(parameter.local().nbytes for parameter in experts.values())
@@ -280,7 +280,7 @@ def _check_shape(key: str, source: torch.Tensor, expected: tuple[int, ...], name
         )
 
 
-def _random_dense(names: set[str], parameter: torch.Tensor) -> None:
+def random_dense(names: set[str], parameter: torch.Tensor) -> None:
     """Draws a weight; the same values for a name in every process. Norms are one, biases zero."""
     name = min(names)
     if parameter.dim() == 1:
@@ -289,7 +289,7 @@ def _random_dense(names: set[str], parameter: torch.Tensor) -> None:
         _draw(name, parameter)
 
 
-def _random_expert(name: str, expert: int, weight: torch.Tensor) -> None:
+def random_expert(name: str, expert: int, weight: torch.Tensor) -> None:
     """Draws one expert's matrix; the same values wherever the expert is placed."""
     _draw(f"{name}[{expert}]", weight)
 

@@ -52,7 +52,8 @@ class EPGroup:
                 store = dist.HashStore()  # type: ignore[attr-defined]
                 dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
             else:
-                dist.init_process_group("gloo", timeout=timeout)
+                store = _group_store(num_ranks, timeout)
+                dist.init_process_group("gloo", store=store, rank=ep_rank, world_size=num_ranks, timeout=timeout)
         control_group = dist.group.WORLD
         assert control_group is not None
         if device.type == "cuda":
@@ -70,6 +71,23 @@ class EPGroup:
         if self.device.type != "cuda":
             return self.device.type
         return f"{self.device} {torch.cuda.get_device_name(self.device)}"
+
+
+def _group_store(num_ranks: int, timeout: timedelta) -> dist.PrefixStore:  # type: ignore[name-defined]
+    """The agent's store, with keys of this incarnation only.
+
+    torchelastic keeps its store over restarts of the group: without a prefix, a rank could read the address that a
+    peer had before it died, and wait for it in vain.
+    """
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host_name=os.environ["MASTER_ADDR"],
+        port=int(os.environ["MASTER_PORT"]),
+        world_size=num_ranks,
+        is_master=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and os.environ["RANK"] == "0",
+        timeout=timeout,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"epilora/{attempt}", store)  # type: ignore[attr-defined]
 
 
 def _device(wanted: str, local_rank: int) -> torch.device:

@@ -91,8 +91,8 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 if reading in waits and reading.done():
                     try:
-                        request_id, dtype, future = self._submit(reading.result())
-                        in_flight.append((request_id, dtype, asyncio.wrap_future(future)))
+                        request_id, dtype, result = self._submit(reading.result())
+                        in_flight.append((request_id, dtype, asyncio.wrap_future(result)))
                         reading = asyncio.ensure_future(anext(requests))
                     except StopAsyncIteration:
                         reading = None

@@ -232,7 +232,8 @@ class StepLoop:
         y_TD = self._runner.forward_experts(layer, x_TD, topk, slots, calls[0].routed_only, num_tokens)
         assert y_TD is not None
         y_TD = y_TD.to("cpu")
-        for call, part in zip(calls, y_TD.split([call.num_tokens for call in calls]), strict=True):
+        parts = torch.split(y_TD, [call.num_tokens for call in calls])
+        for call, part in zip(calls, parts, strict=True):
             # A cancelled call has no reader any more.
             if call.result.set_running_or_notify_cancel():
                 call.result.set_result(part)

@@ -7,9 +7,6 @@ import uuid
 from collections.abc import Callable
 
 import torch.distributed as dist
-from epilora.load_spec import MoEEPLoadSpec
-from epilora.model_spec import ModelSpec
-from epilora.placement import ExpertPlacement
 
 from compute_worker.consensus import Consensus
 from compute_worker.control_log import ControlLog
@@ -20,6 +17,9 @@ from compute_worker.model_runner import ModelRunner
 from compute_worker.scheduler import Scheduler
 from compute_worker.step_loop import StepLoop
 from compute_worker.tensors import data_type_of
+from epilora.load_spec import MoEEPLoadSpec
+from epilora.model_spec import ModelSpec
+from epilora.placement import ExpertPlacement
 from epilora.settings import WorkerSettings
 from epilora.v1 import cluster_service_pb2, types_pb2, worker_service_pb2
 
