@@ -110,8 +110,8 @@ class LoaderSettings(CommonSettings):
     """Bytes the slice cache may use."""
     adapter_roots: list[Path] = Field(default_factory=list)
     """Directories under which adapters may lie. Empty: none may be loaded."""
-    max_header_bytes: int = Field(default=100 << 20, ge=1024)
-    """Limit of a safetensors header."""
+    max_header_bytes: int = Field(default=32 << 20, ge=1024)
+    """Limit of a safetensors header; about 150 bytes a tensor, and some 10 times as much memory while it is parsed."""
     max_lora_rank: int = Field(default=512, ge=1)
     """Largest lora_rank accepted."""
 
