@@ -12,6 +12,9 @@ export function connect(address, protos = PROTOS) {
   const files = ['adapter_service', 'generation_service'].map((name) => path.join('epilora/v1', `${name}.proto`));
   const definition = protoLoader.loadSync(files, {
     includeDirs: [protos],
+    // Field names as in the protos. Without this they are camelCase, and an unknown name in a request is dropped
+    // without an error: adapter_name would be lost, and the base model would answer.
+    keepCase: true,
     // int64 (generations, byte counts) does not fit a JavaScript number: it comes as a string.
     longs: String,
     enums: String,
