@@ -154,7 +154,7 @@ class Gateway:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.group.stop()
         await self._loader.close()
-        self._metrics.close()
+        await asyncio.to_thread(self._metrics.close)
         self._registry.close()
         log.info("stopped")
 

@@ -137,7 +137,7 @@ def settings(run_dir: Path, tmp_path: Path) -> GatewaySettings:
         run_dir=run_dir,
         state_dir=tmp_path / "state",
         listen="127.0.0.1:0",
-        metrics_listen="127.0.0.1:0",
+        metrics_listen="",
         probe_interval_seconds=0.05,
         probe_timeout_seconds=0.5,
         drain_timeout_seconds=5.0,

@@ -1,0 +1,144 @@
+"""ExpertService: order, adapters per message, bounded messages in flight, errors after the answers before them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from epilora.v1 import expert_service_pb2, types_pb2
+from epilora.wire import encode_tensor
+from tests.gateway.conftest import Cluster, refused
+
+
+def message(number: int, num_tokens: int = 2, **fields: Any) -> expert_service_pb2.ForwardRequest:
+    hidden = np.full((num_tokens, 4), number, dtype=np.float32)
+    return expert_service_pb2.ForwardRequest(
+        request_id=number,
+        hidden_states=encode_tensor(hidden, types_pb2.DATA_TYPE_FLOAT32),
+        **fields,
+    )
+
+
+def sent_generations(cluster: Cluster) -> list[Any]:
+    return [value for method, _, value in cluster.script.calls if method == "ForwardExperts"]
+
+
+async def test_answers_keep_their_order_and_adapters_their_tokens(cluster: Cluster) -> None:
+    await cluster.client.load("a")
+    await cluster.client.load("b")
+    messages = [
+        message(1),
+        message(2, adapter_names=["a"]),
+        message(3, 3, adapter_names=["b", "a"], adapter_index=[1, -1, 0]),
+        message(4, adapter_names=["a"], adapter_index=[-1, -1]),
+        message(5, 0, adapter_names=["a"]),
+    ]
+    call = cluster.client.experts.Forward(iter(messages))
+    answers = [response async for response in call]
+    assert [response.request_id for response in answers] == [1, 2, 3, 4, 5]
+    assert answers[2].hidden_states == messages[2].hidden_states
+    assert sent_generations(cluster) == [[], [1, 1], [1, 0, 2], [], []]
+    assert (await cluster.client.get("a")).num_requests_in_flight == 0
+
+
+@pytest.mark.parametrize(
+    "fields, field, code",
+    [
+        ({"adapter_names": ["a", "a"]}, "adapter_index", grpc.StatusCode.INVALID_ARGUMENT),
+        ({"adapter_names": ["a"], "adapter_index": [0]}, "adapter_index", grpc.StatusCode.INVALID_ARGUMENT),
+        ({"adapter_names": ["a"], "adapter_index": [0, 1]}, "adapter_index[1]", grpc.StatusCode.INVALID_ARGUMENT),
+        ({"adapter_names": ["a"], "adapter_index": [-2, 0]}, "adapter_index[0]", grpc.StatusCode.INVALID_ARGUMENT),
+        ({"adapter_names": ["none"]}, "adapter_names[0]", grpc.StatusCode.NOT_FOUND),
+        ({"layer": 99}, "layer", grpc.StatusCode.NOT_FOUND),
+    ],
+)
+async def test_error_comes_after_the_answers_before_it(
+    cluster: Cluster, fields: dict[str, Any], field: str, code: grpc.StatusCode
+) -> None:
+    await cluster.client.load("a")
+    call = cluster.client.experts.Forward(iter([message(1), message(2), message(3, **fields), message(4)]))
+    answers = []
+
+    async def read() -> None:
+        async for response in call:
+            answers.append(response.request_id)
+
+    error = await refused(asyncio.ensure_future(read()))
+    assert (error.code, error.field) == (code, field)
+    assert answers == [1, 2]
+
+
+async def test_messages_in_flight_are_bounded(cluster: Cluster) -> None:
+    limit = cluster.settings.max_expert_messages
+    gates = [cluster.script.hold("ForwardExperts", ep_rank) for ep_rank in (0, 1)]
+    num_read = 0
+
+    async def messages() -> AsyncIterator[expert_service_pb2.ForwardRequest]:
+        nonlocal num_read
+        for number in range(400):
+            num_read += 1
+            # Large, so that the transport's own buffers hold few of them.
+            yield message(number, 20_000)
+
+    call = cluster.client.experts.Forward(messages())
+    await cluster.script.called("ForwardExperts")
+    await asyncio.sleep(0.5)
+    assert num_read < limit + 100
+    for gate in gates:
+        gate.set()
+    assert [response.request_id async for response in call] == list(range(400))
+
+
+async def test_lost_rank_ends_streams(cluster: Cluster) -> None:
+    call = cluster.client.experts.Forward()
+    await call.write(message(1))
+    await call.read()
+    for ep_rank in (0, 1):
+        await cluster.ranks.kill(ep_rank)
+
+    async def read() -> None:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+
+    error = await asyncio.wait_for(refused(asyncio.ensure_future(read())), 5)
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "RANK_LOST")
+    await cluster.ranks.restart_all("incarnation-2")
+
+
+async def test_reload_in_mid_stream_drains_by_message(cluster: Cluster) -> None:
+    await cluster.client.load("a")
+    call = cluster.client.experts.Forward()
+    await call.write(message(1, adapter_names=["a"]))
+    await call.read()
+    await cluster.client.load("a")
+    async with asyncio.timeout(2):
+        while list(cluster.ranks.generations()[0]) != [2]:
+            await asyncio.sleep(0.01)
+    await call.write(message(2, adapter_names=["a"]))
+    assert (await call.read()).request_id == 2
+    assert sent_generations(cluster) == [[1, 1], [2, 2]]
+    await call.done_writing()
+
+
+async def test_stop_ends_an_idle_stream(cluster: Cluster) -> None:
+    call = cluster.client.experts.Forward()
+    await call.write(message(1))
+    await call.read()
+    stopping = asyncio.ensure_future(cluster.gateway.stop())
+
+    async def read() -> None:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+
+    error = await asyncio.wait_for(refused(asyncio.ensure_future(read())), 3)
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
+    await asyncio.wait_for(stopping, 3)
+    from gateway.app import Gateway
+
+    cluster.gateway = Gateway(cluster.settings)
+    await cluster.gateway.start()

@@ -1,0 +1,62 @@
+"""The metrics port, and plain clients that know nothing but reflection."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from epilora.settings import GatewaySettings
+from gateway.servicers import SERVICE_NAMES
+from tests.gateway.conftest import Cluster, refused
+
+
+@pytest.fixture
+def settings(settings: GatewaySettings) -> GatewaySettings:
+    return settings.model_copy(update={"metrics_listen": "127.0.0.1:0"})
+
+
+async def scrape(cluster: Cluster) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    url = f"http://{cluster.gateway.metrics_address}/metrics"
+    text = (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read())).decode()
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_metrics_show_requests_adapters_and_ranks(cluster: Cluster) -> None:
+    await cluster.client.load("a")
+    await cluster.client.tokens("a", 4)
+    await refused(cluster.client.generate("none"))
+    await asyncio.sleep(0.2)
+    seen = await scrape(cluster)
+    generate = ("method", "/epilora.v1.GenerationService/Generate")
+    assert seen["epilora_requests_total", (("code", "OK"), generate)] == 1
+    assert seen["epilora_requests_total", (("code", "NOT_FOUND"), generate)] == 1
+    assert seen["epilora_request_seconds_count", (generate,)] == 2
+    assert seen["epilora_generated_tokens_total", ()] == 4
+    assert seen["epilora_adapters", (("state", "SERVING"),)] == 1
+    assert seen["epilora_adapter_resident_bytes", (("adapter", "a"),)] == 200
+    assert seen["epilora_rank_ready", (("ep_rank", "1"),)] == 1
+    assert seen["epilora_loader_cache_used_bytes", ()] == 7
+    assert seen["epilora_group_restarts_total", ()] == 0
+    await cluster.client.unload("a")
+    await cluster.ranks.restart_all("incarnation-2")
+    async with asyncio.timeout(5):
+        while (seen := await scrape(cluster))["epilora_group_restarts_total", ()] != 1:
+            await asyncio.sleep(0.05)
+    assert seen["epilora_adapters", (("state", "SERVING"),)] == 0
+    assert ("epilora_adapter_resident_bytes", (("adapter", "a"),)) not in seen
+
+
+async def test_reflection_names_the_services(cluster: Cluster) -> None:
+    stub = reflection_pb2_grpc.ServerReflectionStub(cluster.client.channel)
+    call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+    response = await call.read()
+    names = {service.name for service in response.list_services_response.service}
+    assert names >= {*SERVICE_NAMES, "grpc.health.v1.Health"}
