@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -144,6 +145,10 @@ class SliceCache:
             entry = self._entries.get(entry_id)
             if entry is None:
                 return None
+            if not self.path_of(entry_id).is_dir():
+                log.error("an entry's files were removed by something else", entry=entry_id)
+                self._forget(entry_id)
+                return None
             self._add_lease(entry_id, lease)
             return entry.built
 
@@ -157,11 +162,12 @@ class SliceCache:
             entry.leases.discard(lease)
             if entry.leases:
                 return 0
-            del self._entries[entry_id]
             # Out of the way first: a new build of the same entry may publish while the files are being removed.
             trash = self._directory / f"{_TRASH}{uuid.uuid4().hex}"
-            self.path_of(entry_id).rename(trash)
-        shutil.rmtree(trash)
+            with suppress(FileNotFoundError):
+                self.path_of(entry_id).rename(trash)
+            del self._entries[entry_id]
+        shutil.rmtree(trash, ignore_errors=True)
         with self._lock:
             self._used_bytes -= entry.size_bytes
         return entry.size_bytes
@@ -180,6 +186,12 @@ class SliceCache:
     def _add_lease(self, entry_id: str, lease: str) -> None:
         self._entries[entry_id].leases.add(lease)
         self._entry_of_lease[lease] = entry_id
+
+    def _forget(self, entry_id: str) -> None:
+        entry = self._entries.pop(entry_id)
+        for lease in entry.leases:
+            del self._entry_of_lease[lease]
+        self._used_bytes -= entry.size_bytes
 
     def _reserve(self, size_bytes: int) -> None:
         status = os.statvfs(self._directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
 from typing import Generic, TypeVar
 
@@ -12,10 +13,17 @@ Value = TypeVar("Value")
 
 _MAX_LENGTH = 512
 _MAX_PATTERNS = 100_000
-# Each unbounded repetition multiplies the time that a failing match may take by the length of the name.
-_MAX_REPETITIONS = 3
-_REPETITION = re.compile(r"(?<!\\)(?:[*+]|\{\d*,\d*\}|\{\d+\})")
-_DANGEROUS = re.compile(r"(?<!\\)\)(?:[*+]|\{)|\\\d|\(\?P=")
+# A failing match may try every combination of the choices in an expression, and the interpreter runs nothing else
+# meanwhile. Real expressions have one or two: `.*\.layers\.(3|4)\.mlp\.gate`.
+_MAX_CHOICES = 4
+_MAX_ALTERNATIVES = 64
+_MAX_SECONDS = 30.0
+
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
+_CHARACTER_CLASS = re.compile(r"\[[^\]]*\]")
+_CHOICE = re.compile(r"[*+{(]|(?<!\()\?")
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_BACK_REFERENCE = re.compile(r"\\[1-9]|\(\?P=|\(\?\(")
 
 
 class ModulePatterns(Generic[Value]):
@@ -37,32 +45,51 @@ class ModulePatterns(Generic[Value]):
         """
         if len(table) > _MAX_PATTERNS:
             raise _error(field, f"has {len(table)} entries, the limit is {_MAX_PATTERNS}")
+        self._field = field
         self._default = default
         self._compiled = [(_compile(field, key), key, value) for key, value in table.items()]
         self._unused = set(table)
+        self._seconds = 0.0
 
     def value_of(self, module: str) -> Value:
-        """The value of a module (or of a parameter, for target_parameters), by the path the adapter has for it."""
-        for pattern, key, value in self._compiled:
-            if pattern.match(module):
-                self._unused.discard(key)
-                return value
-        return self._default
+        """The value of a module (or of a parameter, for target_parameters), by the path the adapter has for it.
+
+        Raises:
+            AdapterFormatError: reason BAD_ADAPTER_CONFIG; matching has taken too long in all.
+        """
+        if not self._compiled:
+            return self._default
+        start = time.monotonic()
+        try:
+            for pattern, key, value in self._compiled:
+                if pattern.match(module):
+                    self._unused.discard(key)
+                    return value
+            return self._default
+        finally:
+            self._spend(time.monotonic() - start)
 
     @property
     def unused(self) -> list[str]:
         """Expressions that no module asked for has matched, sorted."""
         return sorted(self._unused)
 
+    def _spend(self, seconds: float) -> None:
+        self._seconds += seconds
+        if self._seconds > _MAX_SECONDS:
+            raise _error(self._field, f"takes more than {_MAX_SECONDS:.0f} s to match; write out the module names")
+
 
 def _compile(field: str, key: str) -> re.Pattern[str]:
     if len(key) > _MAX_LENGTH:
         raise _error(field, f"has an expression of {len(key)} characters, the limit is {_MAX_LENGTH}")
-    if _DANGEROUS.search(key) or len(_REPETITION.findall(key)) > _MAX_REPETITIONS:
+    bare = _CHARACTER_CLASS.sub("x", _ESCAPE.sub("x", key))
+    many_choices = len(_CHOICE.findall(bare)) > _MAX_CHOICES or bare.count("|") > _MAX_ALTERNATIVES
+    if many_choices or _REPEATED_GROUP.search(bare) or _BACK_REFERENCE.search(key):
         raise _error(
             field,
             f"has the expression {key!r}, which may take forever to match: repeated groups, back references and more "
-            f"than {_MAX_REPETITIONS} repetitions are refused; write out the module names instead",
+            f"than {_MAX_CHOICES} repetitions, options and groups are refused; write out the module names instead",
         )
     try:
         return re.compile(rf"(.*\.)?({key})$")

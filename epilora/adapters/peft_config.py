@@ -13,6 +13,8 @@ from epilora.adapters.patterns import ModulePatterns
 from epilora.errors import AdapterFormatError
 
 MAX_CONFIG_BYTES = 16 << 20
+_MAX_NAMES = 10_000
+_MAX_FLOAT32 = 3.4028234e38
 _DEFAULTS: Mapping[str, int] = {"r": 8, "lora_alpha": 8}
 
 # Fields that say how an adapter was trained or what it was applied to; the tensors of the file show the result.
@@ -94,9 +96,16 @@ class PeftConfig:
     warnings: tuple[str, ...]
 
     def scale_of(self, module: str, lora_rank: int) -> float:
-        """alpha / r, or alpha / sqrt(r) with rsLoRA; r is the tensors'."""
+        """alpha / r, or alpha / sqrt(r) with rsLoRA; r is the tensors'.
+
+        Raises:
+            AdapterFormatError: reason BAD_ADAPTER_CONFIG; the scale is no float32.
+        """
         divisor = math.sqrt(lora_rank) if self.use_rslora else lora_rank
-        return self.alphas.value_of(module) / divisor
+        scale = self.alphas.value_of(module) / divisor
+        if abs(scale) > _MAX_FLOAT32:
+            raise _error(f"the scale of {module} is {scale}, which is more than a float32 holds")
+        return scale
 
     def targets_parameter(self, parameter: str) -> bool:
         """True if target_parameters names a parameter, by its path or by a suffix at a dot, as PEFT matches it."""
@@ -203,6 +212,8 @@ def _names(values: Mapping[str, Any], field: str) -> tuple[str, ...]:
     names = values.get(field) or []
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         raise _error(f"{field} is {_short(names)}, expected a list of names")
+    if len(names) > _MAX_NAMES:
+        raise _error(f"{field} has {len(names)} names, the limit is {_MAX_NAMES}")
     return tuple(names)
 
 

@@ -15,6 +15,9 @@ from epilora.errors import AdapterFormatError
 FLOAT_BYTES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
 """Bytes of an element of the dtypes that an adapter may have."""
 
+MAX_NAME_LENGTH = 256
+"""Of a tensor. Names go into messages, and what a gRPC status can carry is small."""
+
 _LFS_POINTER = b"version https://git-lfs"
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 
@@ -129,6 +132,8 @@ def _load(header: bytes, where: str) -> dict[str, Any]:
 
 
 def _entry(name: str, value: Any, data_start: int, where: str) -> TensorEntry:
+    if len(name) > MAX_NAME_LENGTH:
+        raise _error(where, f"has a tensor name of {len(name)} characters, the limit is {MAX_NAME_LENGTH}")
     fields: dict[str, Any] = value if isinstance(value, dict) else {}
     dtype: Any
     shape: Any

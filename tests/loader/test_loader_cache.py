@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,12 +17,14 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from epilora.adapters.slice_plan import SlicePlan
 from epilora.errors import FailedPreconditionError, ResourceExhaustedError
 from epilora.model_spec import ModelSpec
 from epilora.placement import ExpertPlacement
 from epilora.rpc import make_channel
 from epilora.v1 import loader_service_pb2 as pb
 from loader_service.cache import SliceCache
+from loader_service.writer import BuildProgress, WriteResult, write_slices
 from tests.loader.loader_harness import LoaderClient, build_request, loader_settings, running_loader
 from tests.unit.epilora_adapters import write_adapter
 from tests.unit.epilora_models import model_spec
@@ -35,7 +39,7 @@ def model(tmp_path: Path) -> ModelSpec:
 
 
 def _big_adapter(path: Path, *, lora_rank: int = 32, seed: int = 0) -> Path:
-    """About 250 MB at lora_rank 32."""
+    """About 50 MB at lora_rank 32."""
     rng = np.random.default_rng(seed)
     tensors = {}
     for layer in range(2):
@@ -121,20 +125,49 @@ async def _settled(loader: LoaderClient) -> pb.GetCacheResponse:
     raise AssertionError(f"still in use: {state}")
 
 
-async def test_cancelled_waiters(tmp_path: Path, request_for: pb.BuildSlicesRequest) -> None:
+async def test_cancelled_waiters(
+    tmp_path: Path, request_for: pb.BuildSlicesRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Builds wait at a gate, so that it is the calls that end them."""
+    gate = threading.Event()
+
+    def gated(plan: SlicePlan, source_fd: int, paths: list[Path], progress: BuildProgress) -> WriteResult:
+        while not gate.wait(0.01):
+            progress.check()
+        return write_slices(plan, source_fd, paths, progress)
+
+    monkeypatch.setattr("loader_service.build.write_slices", gated)
     async with running_loader(loader_settings(tmp_path, [tmp_path / "adapters"])) as loader:
         alone = loader.start(request_for)
-        await alone.read()
+        assert (await alone.read()).WhichOneof("event") == "progress"
         alone.cancel()
         assert (await _settled(loader)).num_builds == 0, "the last waiter left: nothing is built"
         leaving = [loader.start(request_for) for _ in range(3)]
         staying = asyncio.create_task(loader.build(request_for))
         for call in leaving:
-            await call.read()
+            assert (await call.read()).WhichOneof("event") == "progress"
             call.cancel()
+        gate.set()
         result = await staying
         assert all(Path(piece.path).exists() for piece in result.slices)
-        assert await loader.release(result.lease_id) > 0 or (await _settled(loader)).num_entries == 0
+        assert (await loader.cache()).num_builds == 1
+        await loader.release(result.lease_id)
+        assert (await _settled(loader)).num_entries == 0
+
+
+async def test_entries_that_something_else_removed_are_built_anew(
+    tmp_path: Path, request_for: pb.BuildSlicesRequest
+) -> None:
+    async with running_loader(loader_settings(tmp_path, [tmp_path / "adapters"])) as loader:
+        first = await loader.build(request_for)
+        shutil.rmtree(Path(first.slices[0].path).parent)
+        second = await loader.build(request_for)
+        assert not second.report.cache_hit
+        assert all(Path(piece.path).exists() for piece in second.slices)
+        shutil.rmtree(Path(second.slices[0].path).parent)
+        assert await loader.release(first.lease_id) == 0
+        assert await loader.release(second.lease_id) > 0
+        assert (await loader.cache()).used_bytes == 0
 
 
 async def test_budget(tmp_path: Path, model: ModelSpec) -> None:

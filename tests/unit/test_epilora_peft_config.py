@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from epilora.adapters.patterns import ModulePatterns
 from epilora.adapters.peft_config import parse_peft_config
 from epilora.errors import AdapterFormatError
+
+FIELDS = ["peft_type", "peft_version", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"]
 
 
 def _parse(**changes: Any) -> Any:
@@ -72,9 +77,14 @@ def test_accepted(changes: dict[str, Any]) -> None:
         ({"alpha_pattern": {"q_proj": None}}, "alpha_pattern is"),
         ({"alpha_pattern": {"q_proj(": 1}}, "is not a regular expression"),
         ({"alpha_pattern": {"(a+)+": 1}}, "may take forever"),
-        ({"alpha_pattern": {"a*b*c*d*": 1}}, "may take forever"),
+        ({"alpha_pattern": {"a*b*c*d*e*": 1}}, "may take forever"),
+        ({"alpha_pattern": {".?" * 30 + "x": 1}}, "may take forever"),
+        ({"alpha_pattern": {"(.|.)" * 30 + "x": 1}}, "may take forever"),
+        ({"alpha_pattern": {r"(a)\\*\1": 1}}, "may take forever"),
+        ({"alpha_pattern": {r"\\\\(a+)*": 1}}, "may take forever"),
         ({"rank_pattern": {"x" * 600: 1}}, "600 characters"),
         ({"target_parameters": "mlp.experts.gate_up_proj"}, "target_parameters is"),
+        ({"target_parameters": ["x"] * 20_000}, "20000 names"),
         ({"peft_version": 18}, "peft_version is 18"),
     ],
 )
@@ -149,8 +159,36 @@ def test_patterns_match_as_in_peft(module: str) -> None:
         assert ModulePatterns("p", rotated, -1).value_of(module) == expected
 
 
-def test_the_worst_accepted_expression_is_quick() -> None:
-    patterns = ModulePatterns("p", {".*a.*b.*c": 1}, 0)
+def test_matching_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worst expression that is accepted takes a moment a name; many names are stopped."""
+    monkeypatch.setattr("epilora.adapters.patterns._MAX_SECONDS", 0.05)
+    patterns = ModulePatterns("alpha_pattern", {".*.*.*.*X": 1}, 0)
     start = time.monotonic()
-    assert patterns.value_of("model.layers.0.mlp.experts.127." + "ab" * 40) == 0
-    assert time.monotonic() - start < 5
+    names = (f"model.layers.{layer}.mlp.experts.127.down_proj" for layer in range(100_000))
+    with pytest.raises(AdapterFormatError, match="alpha_pattern takes more than"):
+        list(map(patterns.value_of, names))
+    assert time.monotonic() - start < 20
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=9), children, max_size=3),
+    max_leaves=8,
+)
+configs = st.dictionaries(st.sampled_from([*REFUSED, *FIELDS]), json_values, max_size=6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(values=configs)
+def test_any_values_give_a_config_or_a_clean_error(values: dict[str, Any]) -> None:
+    try:
+        config = _parse(**values)
+        assert math.isfinite(config.scale_of("model.layers.0.self_attn.q_proj", 3))
+    except AdapterFormatError as error:
+        text = f"{error.reason} {error.message}"
+        assert len(text) < 1500
+
+
+def test_scales_that_no_float32_holds() -> None:
+    with pytest.raises(AdapterFormatError, match="more than a float32 holds"):
+        _parse(lora_alpha=1e300).scale_of("x", 4)

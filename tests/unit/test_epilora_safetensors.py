@@ -52,6 +52,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "reversed offsets": ({"a": _entry(8, 0, [2])}, "do not match shape"),
     "shape of another size": ({"a": _entry(0, 8, [3])}, "do not match shape"),
     "overflowing shape": ({"a": _entry(0, 8, [2**62, 2**62])}, "do not match shape"),
+    "long name": ({"a" * 300: _entry(0, 12)}, "name of 300 characters"),
     "hole": ({"a": _entry(0, 4), "b": _entry(8, 12)}, "leaves a hole"),
     "hole at the start": ({"a": _entry(4, 8)}, "leaves a hole"),
     "overlap": ({"a": _entry(0, 8), "b": _entry(4, 12)}, "overlaps the one before"),
