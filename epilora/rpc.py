@@ -22,6 +22,8 @@ from epilora.health import HealthServicer
 log = structlog.get_logger(__name__)
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
+_MAX_STATUS_TEXT = 1500
+_MAX_STATUS_VALUE = 300
 
 LIVENESS_SERVICE = "liveness"
 """Health name that is SERVING from the first moment a server listens: for liveness probes, which must not end a
@@ -56,11 +58,13 @@ def make_channel(address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_B
 
 def status_of(error: EpiloraError) -> Any:
     """The gRPC status with google.rpc details for an error."""
+    message = _fitting(error.message, _MAX_STATUS_TEXT)
+    metadata = {key: _fitting(value, _MAX_STATUS_VALUE) for key, value in error.metadata.items()}
     details = [
-        error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=error.metadata),
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN, metadata=metadata),
     ]
     if error.field:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.message)
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=message)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_seconds is not None:
         info = error_details_pb2.RetryInfo()
@@ -72,7 +76,14 @@ def status_of(error: EpiloraError) -> Any:
         box.Pack(detail)
         packed.append(box)
     code = code_pb2.Code.Value(error.code.name)
-    return rpc_status.to_status(status_pb2.Status(code=code, message=error.message, details=packed))
+    return rpc_status.to_status(status_pb2.Status(code=code, message=message, details=packed))
+
+
+def _fitting(text: str, limit: int) -> str:
+    """Text that a status can carry: its message and details travel as headers, which are limited to some KiB and
+    are UTF-8, while file names and tensor names may be anything."""
+    clean = text.encode("utf-8", "backslashreplace").decode()
+    return clean if len(clean) <= limit else f"{clean[:limit]}..."
 
 
 def error_from(rpc_error: grpc.aio.AioRpcError) -> EpiloraError:

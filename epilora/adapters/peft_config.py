@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from epilora.adapters.patterns import ModulePatterns
+from epilora.adapters.safetensors_header import is_text
 from epilora.errors import AdapterFormatError
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -151,10 +152,13 @@ def parse_peft_config(content: bytes) -> PeftConfig:
 def _load(content: bytes) -> dict[str, Any]:
     try:
         values = json.loads(content)
+        text = json.dumps(values, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
         raise _error(f"not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise _error(f"holds {type(values).__name__}, not an object")
+    if not is_text(text):
+        raise _error("holds strings that are not Unicode text")
     return values
 
 

@@ -134,6 +134,8 @@ def _load(header: bytes, where: str) -> dict[str, Any]:
 def _entry(name: str, value: Any, data_start: int, where: str) -> TensorEntry:
     if len(name) > MAX_NAME_LENGTH:
         raise _error(where, f"has a tensor name of {len(name)} characters, the limit is {MAX_NAME_LENGTH}")
+    if not is_text(name):
+        raise _error(where, f"has the tensor name {name!r}, which is not Unicode text")
     fields: dict[str, Any] = value if isinstance(value, dict) else {}
     dtype: Any
     shape: Any
@@ -169,6 +171,15 @@ def _check_coverage(found: Sequence[TensorEntry], data_start: int, file_bytes: i
         raise _error(where, f"is truncated: its tensors end at byte {end}, the file at {file_bytes}")
     if end < file_bytes:
         raise _error(where, f"has {file_bytes - end} bytes after its last tensor")
+
+
+def is_text(value: str) -> bool:
+    """False for strings with lone surrogates, which JSON can hold and messages cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is_sizes(value: Any) -> bool:

@@ -114,6 +114,17 @@ async def test_missing(setup: Setup) -> None:
     assert (await setup.error(adapter)).reason == "NO_ADAPTER_CONFIG"
 
 
+async def test_errors_fit_into_a_status(setup: Setup) -> None:
+    """Names of files are bytes and paths may be long; what comes back is the error, not a failure to send it."""
+    adapter = setup.adapter()
+    os.rename(os.fsencode(adapter / WEIGHTS), os.fsencode(adapter) + b"/\xff.safetensors")
+    error = await setup.error(adapter)
+    assert (error.reason, "\\udcff.safetensors" in error.message) == ("NO_ADAPTER_WEIGHTS", True)
+    error = await setup.error("/" + "deep/" * 800)
+    assert error.reason == "SOURCE_OUTSIDE_ROOTS"
+    assert len(error.message) < 1600
+
+
 async def test_a_fifo_does_not_hang(setup: Setup) -> None:
     adapter = setup.adapter()
     (adapter / WEIGHTS).unlink()

@@ -94,7 +94,7 @@ def test_bad_values(changes: dict[str, Any], text: str) -> None:
     assert caught.value.reason == "BAD_ADAPTER_CONFIG"
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"x": "\\ud800"}'])
 def test_broken_json(content: bytes) -> None:
     with pytest.raises(AdapterFormatError) as caught:
         parse_peft_config(content)

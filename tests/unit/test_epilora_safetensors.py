@@ -53,6 +53,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "shape of another size": ({"a": _entry(0, 8, [3])}, "do not match shape"),
     "overflowing shape": ({"a": _entry(0, 8, [2**62, 2**62])}, "do not match shape"),
     "long name": ({"a" * 300: _entry(0, 12)}, "name of 300 characters"),
+    "name that is no text": ({"\ud800": _entry(0, 12)}, "not Unicode text"),
     "hole": ({"a": _entry(0, 4), "b": _entry(8, 12)}, "leaves a hole"),
     "hole at the start": ({"a": _entry(4, 8)}, "leaves a hole"),
     "overlap": ({"a": _entry(0, 8), "b": _entry(4, 12)}, "overlaps the one before"),
