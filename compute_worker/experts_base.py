@@ -131,7 +131,7 @@ def weighted_sum(y_RD: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
     Example: K 2, rows [[1], [2], [3], [4]], weights [[1, 10], [0, 1]] -> [[21], [4]].
     """
     num_tokens, num_experts = weight_NK.shape
-    y_NKD = y_RD.view(num_tokens, num_experts, -1)
+    y_NKD = y_RD.view(num_tokens, num_experts, y_RD.shape[1])
     total_ND = y_NKD[:, 0].float() * weight_NK[:, 0, None]
     for k in range(1, num_experts):
         total_ND = total_ND + y_NKD[:, k].float() * weight_NK[:, k, None]

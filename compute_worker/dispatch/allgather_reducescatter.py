@@ -18,6 +18,10 @@ from compute_worker.ep_group import EPGroup
 
 _ALIGNMENT = 16
 
+# torch 2.13 has new names for these two; 2.11 has the old ones only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Column:
@@ -62,7 +66,7 @@ class AllGatherDispatcher:
             view.copy_(part)
         received = torch.empty((group.num_ranks * max_tokens, row_bytes), dtype=torch.uint8, device=x_TD.device)
         if max_tokens:
-            dist.all_gather_into_tensor(received, send, group=group.data_group)
+            _all_gather(received, send, group=group.data_group)
         views = [received[:, c.start : c.start + c.num_bytes].view(c.dtype) for c in columns]
         x_ND, weight_NK, expert_NK = views[:3]
         arrived = ArrivedTokens(
@@ -82,7 +86,7 @@ class AllGatherDispatcher:
         if y_ND.is_cuda:
             # NCCL adds in an order given by communicator, shape and rank alone.
             y_MD = y_ND.new_empty((max_tokens, y_ND.shape[1]))
-            dist.reduce_scatter_tensor(y_MD, y_ND, group=self._group.data_group)
+            _reduce_scatter(y_MD, y_ND, group=self._group.data_group)
             return y_MD[: handle.num_tokens]
         parts_GMD = torch.empty_like(y_ND)
         dist.all_to_all_single(parts_GMD, y_ND, group=self._group.data_group)
