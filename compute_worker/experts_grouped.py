@@ -122,9 +122,11 @@ def grouped_linear(
         y_MO: torch.Tensor = torch.nn.functional.grouped_mm(x_MI.contiguous(), weight_eOI.transpose(1, 2), offs=end_e)
         return y_MO
     y_MO = x_MI.new_empty((x_MI.shape[0], weight_eOI.shape[1]))
-    chunk = max(1, _GATHER_BYTES // max(1, weight_eOI[0].nbytes))
+    chunk = min(x_MI.shape[0], max(1, _GATHER_BYTES // max(1, weight_eOI[0].nbytes)))
     for start in range(0, x_MI.shape[0], chunk):
-        part = slice(start, start + chunk)
+        # All products have the same shape, since the library may round another one otherwise; the last overlaps.
+        begin = min(start, x_MI.shape[0] - chunk)
+        part = slice(begin, begin + chunk)
         weight_COI = weight_eOI[slot_M[part].clamp(max=weight_eOI.shape[0] - 1)]
         y_MO[part] = torch.bmm(weight_COI, x_MI[part].unsqueeze(2)).squeeze(2)
     return y_MO

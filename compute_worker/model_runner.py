@@ -97,7 +97,9 @@ class ModelRunner:
         assert placement.num_ranks == group.num_ranks, (placement.num_ranks, group.num_ranks)
         register_functions()
         if group.device.type == "cuda":
+            # Products accumulate in float32, and float32 ones take float32 inputs.
             torch.backends.cuda.matmul.allow_tf32 = False
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self._device = group.device
         self._spec = model
         load_spec = MoEEPLoadSpec.make(model, placement, group.ep_rank)

@@ -126,7 +126,7 @@ def _expert_steps(rank: Rank, ep_rank: int, num_ranks: int) -> list[torch.Tensor
 
 def rank_main(ep_rank: int, work: Path) -> Results:
     """Runs all checks on groups of the first 2, the first 3, and all 4 processes, since starting one takes seconds."""
-    everyone = EPGroup.from_environment(WorkerSettings(model=work / "model", num_ranks=max(RANKS)))
+    everyone = EPGroup.from_environment(WorkerSettings(model=work / "model", num_ranks=max(RANKS), device="cpu"))
     results: Results = {}
     for num_ranks in RANKS:
         data_group = dist.new_group(range(num_ranks))

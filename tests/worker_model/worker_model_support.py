@@ -264,7 +264,9 @@ class Rank:
         **settings: object,
     ) -> None:
         self.settings = WorkerSettings(
-            model=model, num_ranks=num_ranks, **{"kv_cache_bytes": 1 << 20, "kv_block_size": 4, **settings}
+            model=model,
+            num_ranks=num_ranks,
+            **{"kv_cache_bytes": 1 << 20, "kv_block_size": 4, "device": "cpu", **settings},
         )  # type: ignore[arg-type]
         self.group = group or EPGroup.from_environment(self.settings)
         self.spec = ModelSpec.from_directory(model)
