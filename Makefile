@@ -3,7 +3,8 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+# The first that runs: a name may stand for a version manager's stub of a version that is not installed.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3; do $$name -c 'import venv, ensurepip' 2>/dev/null && echo $$name && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -19,7 +20,8 @@ help: ## List what can be made
 
 # torch first and by its exact version: anything else might pull another build as a dependency.
 $(INSTALLED): constraints.txt pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; pass PYTHON=...")'
+	@test -n "$(PYTHON)" || { echo 'No Python with venv was found; install python3-venv or pass PYTHON=...' >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed; pass PYTHON=...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==$$(sed -n 's/^torch==//p' constraints.txt)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'

@@ -31,6 +31,8 @@ def load_base(checkpoint: Path) -> Any:
 
 def train_sailor(checkpoint: Path, output: Path) -> float:
     """Trains from a fixed seed and saves the adapter. Returns the last loss."""
+    # The matrices are tiny: more threads only wait for each other.
+    torch.set_num_threads(1)
     random.seed(SEED)
     torch.manual_seed(SEED)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
