@@ -11,6 +11,8 @@ INSTALLED := $(VENV)/.installed
 RANKS ?= 2
 SERVE_ARGS ?=
 PYTEST_ARGS ?=
+BENCH ?= kernels
+BENCH_ARGS ?=
 OVERLAY ?= gpu
 KUBECTL := $(BIN)/kubectl
 
@@ -81,12 +83,12 @@ proto-check: setup ## Generated code is fresh, protos are well-formed and break 
 	if [ -n "$$tag" ]; then $(BIN)/buf breaking --against ".git#tag=$$tag"; else echo 'buf breaking: no release to compare with yet'; fi
 
 .PHONY: docs
-docs: setup ## Write the generated parts of README.md (the settings table)
-	$(BIN)/python scripts/settings_table.py
+docs: setup ## Write the tables of README.md that come from the settings and the measurements
+	$(BIN)/python scripts/readme_tables.py
 
 .PHONY: bench
-bench: setup ## Run the benchmarks of the kernels; results go to benchmarks/results/
-	$(BIN)/python -m benchmarks.kernels
+bench: setup ## Measure on a GPU: make bench [BENCH=kernels|gpu_service] [BENCH_ARGS="--ranks 2 --out FILE"]
+	$(BIN)/python -m benchmarks.$(BENCH) $(BENCH_ARGS)
 
 .PHONY: deploy
 deploy: setup ## Deploy to the cluster of the current kubectl context: make deploy [OVERLAY=gpu|gpu-8|cpu]

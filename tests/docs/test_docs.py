@@ -66,8 +66,8 @@ def test_files_named_in_code_type_exist(document: Path) -> None:
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
-def test_the_settings_table_is_fresh() -> None:
-    command = [sys.executable, "scripts/settings_table.py", "--check"]
+def test_the_tables_of_the_readme_are_fresh() -> None:
+    command = [sys.executable, "scripts/readme_tables.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
