@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
 
-from epilora.errors import EpiloraError, FailedPreconditionError, NotFoundError, ResourceExhaustedError
+from epilora.errors import EpiloraError, FailedPreconditionError, ResourceExhaustedError
 
 
 class Operation(IntEnum):
@@ -73,6 +73,7 @@ class ControlLog:
         self._unannounced: list[Entry] = []
         self._last_number = 0
         self._futures: dict[int, Future[Applied]] = {}
+        self._applied: list[tuple[Future[Applied], Applied]] = []
 
     def slot_of(self, generation: int) -> int | None:
         """Slot of an active generation."""
@@ -100,14 +101,12 @@ class ControlLog:
         self._number(Operation.ACTIVATE, generation, free, future)
 
     def submit_retire(self, generation: int, future: Future[Applied]) -> None:
-        """Numbers a retirement; the future completes once every rank has freed the generation."""
+        """Numbers a retirement; the future completes once every rank has freed it, at step 0 if it was not active."""
         # An activation under way counts: a caller that gave up on it must be able to undo it.
         activations = [e for e in self._outstanding() if e.operation is Operation.ACTIVATE]
         slot = next((e.adapter_slot for e in activations if e.generation == generation), self._slot_of.get(generation))
         if slot is None:
-            future.set_exception(
-                NotFoundError(f"adapter generation {generation} is not active", reason="ADAPTER_NOT_ACTIVE")
-            )
+            future.set_result(Applied(adapter_slot=-1, step=0))
             return
         if any(e.generation == generation and e.operation is Operation.RETIRE for e in self._outstanding()):
             future.set_exception(
@@ -151,27 +150,34 @@ class ControlLog:
             refused: each rank's `refused()`.
 
         Returns:
-            True if entries are outstanding, so that another step is wanted soon.
+            True if something is outstanding, so that another step is wanted soon.
         """
+        # All ranks have sent this step's messages, so all have applied what was agreed at the step before.
+        for future, applied in self._applied:
+            future.set_result(applied)
+        self._applied.clear()
         agreed = min(acknowledged)
         while self._pending and self._pending[0].number <= agreed:
             self._apply(self._pending.pop(0), step)
         if self._pending and self._pending[0].number in refused:
             dropped = self._pending.pop(0)
             refusing = [rank for rank, number in enumerate(refused) if number == dropped.number]
-            self._complete(dropped, error=_not_staged(dropped, refusing))
+            waiting = self._futures.pop(dropped.number, None)
+            if waiting is not None:
+                waiting.set_exception(_not_staged(dropped, refusing))
         if announced is not None and announced.number > self._last_known:
             self._pending.append(announced)
             self._last_known = announced.number
             if self._unannounced and self._unannounced[0].number == announced.number:
                 self._unannounced.pop(0)
-        return bool(self._outstanding())
+        return bool(self._outstanding() or self._applied)
 
     def fail_all(self, error: EpiloraError) -> None:
         """Ends all waits, when the loop ends."""
-        for future in self._futures.values():
+        for future in [*self._futures.values(), *(future for future, _ in self._applied)]:
             future.set_exception(error)
         self._futures.clear()
+        self._applied.clear()
 
     def _number(self, operation: Operation, generation: int, slot: int, future: Future[Applied]) -> None:
         self._last_number += 1
@@ -194,16 +200,9 @@ class ControlLog:
         else:
             self._retire(entry.generation)
             self._slot_of.pop(entry.generation, None)
-        self._complete(entry, result=Applied(adapter_slot=entry.adapter_slot, step=step))
-
-    def _complete(self, entry: Entry, *, result: Applied | None = None, error: EpiloraError | None = None) -> None:
         future = self._futures.pop(entry.number, None)
-        if future is None:
-            return
-        if error is not None:
-            future.set_exception(error)
-        elif result is not None:
-            future.set_result(result)
+        if future is not None:
+            self._applied.append((future, Applied(adapter_slot=entry.adapter_slot, step=step)))
 
 
 def _not_staged(entry: Entry, ranks: list[int]) -> FailedPreconditionError:

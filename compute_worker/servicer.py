@@ -151,19 +151,13 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         )
 
     def _submit(self, request: pb.ForwardExpertsRequest) -> tuple[int, torch.dtype, Future[torch.Tensor]]:
-        model = self._worker.model
-        layers = {layer.layer: layer for layer in model.moe_layers}
-        if request.layer not in layers:
-            raise InvalidArgumentError(
-                f"layer {request.layer} has no routed experts; those that do are {sorted(layers)}",
-                reason="NOT_A_MOE_LAYER",
-                field="layer",
-            )
-        x_TD = to_torch(request.hidden_states, field="hidden_states", shape=(None, model.hidden_size))
+        x_TD = to_torch(request.hidden_states, field="hidden_states", shape=(None, None))
         if x_TD.dtype not in FLOAT_TYPES:
             raise InvalidArgumentError(
                 f"hidden_states are {x_TD.dtype}, expected a float type", reason="BAD_TENSOR", field="hidden_states"
             )
+        topk = _decode_topk(request)
+        self._worker.runner.check_experts_call(request.layer, x_TD, topk)
         num_tokens = x_TD.shape[0]
         generations = tuple(request.adapter_generations) or (0,) * num_tokens
         if len(generations) != num_tokens:
@@ -172,7 +166,6 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
                 reason="BAD_ADAPTER_INDEX",
                 field="adapter_index",
             )
-        topk = self._decode_topk(request, num_tokens, layers[request.layer].num_experts)
         future: Future[torch.Tensor] = Future()
         call = ExpertCall(
             layer=request.layer,
@@ -185,29 +178,19 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         self._worker.loop.add_expert_call(call)
         return request.request_id, x_TD.dtype, future
 
-    def _decode_topk(
-        self, request: pb.ForwardExpertsRequest, num_tokens: int, num_experts: int
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        if not request.HasField("top_k"):
-            return None
-        shape = (num_tokens, self._worker.model.num_experts_per_token)
-        expert_TK = to_torch(request.top_k.expert_ids, field="top_k.expert_ids", shape=shape)
-        weight_TK = to_torch(request.top_k.weights, field="top_k.weights", shape=shape)
-        if expert_TK.dtype is not torch.int32 or weight_TK.dtype not in FLOAT_TYPES:
-            raise InvalidArgumentError(
-                f"top_k has ids of {expert_TK.dtype} and weights of {weight_TK.dtype}, expected int32 and a float type",
-                reason="BAD_TENSOR",
-                field="top_k",
-            )
-        outside = bool(((expert_TK < 0) | (expert_TK >= num_experts)).any())
-        sorted_TK = expert_TK.sort(dim=1).values
-        if outside or bool((sorted_TK[:, 1:] == sorted_TK[:, :-1]).any()):
-            raise InvalidArgumentError(
-                f"top_k.expert_ids has ids outside 0..{num_experts - 1}, or one twice for a token",
-                reason="BAD_EXPERT_ID",
-                field="top_k.expert_ids",
-            )
-        return expert_TK, weight_TK.to(torch.float32)
+
+def _decode_topk(request: pb.ForwardExpertsRequest) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if not request.HasField("top_k"):
+        return None
+    expert_TK = to_torch(request.top_k.expert_ids, field="top_k.expert_ids", shape=(None, None))
+    weight_TK = to_torch(request.top_k.weights, field="top_k.weights", shape=(None, None))
+    if expert_TK.dtype is not torch.int32 or weight_TK.dtype not in FLOAT_TYPES:
+        raise InvalidArgumentError(
+            f"top_k has ids of {expert_TK.dtype} and weights of {weight_TK.dtype}, expected int32 and a float type",
+            reason="BAD_TENSOR",
+            field="top_k",
+        )
+    return expert_TK, weight_TK.to(torch.float32)
 
 
 def _encode(output: GenerateOutput) -> pb.GenerateTokensResponse:

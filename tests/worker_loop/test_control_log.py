@@ -67,7 +67,8 @@ def test_an_activation_is_announced_then_applied_by_all_at_one_step() -> None:
     group.stage(5)
     future = group.activate(5)
     group.turn()
-    assert not future.done()
+    group.turn()
+    assert not future.done(), "another rank may not have come so far"
     group.turn()
     assert future.result(0) == Applied(adapter_slot=0, step=2)
     assert [rank.events for rank in group.ranks] == [[("activate", 5, 0, 2)]] * 3
@@ -105,8 +106,9 @@ def test_a_retirement_waits_for_the_last_request_on_any_rank() -> None:
     assert all(len(rank.events) == 1 for rank in group.ranks)
     group.ranks[2].used.clear()
     group.turn()
-    assert future.result(0).step == group.step
     assert {rank.events[1] for rank in group.ranks} == {("retire", 5, group.step)}
+    group.turn()
+    assert future.result(0).step == group.step - 1
 
 
 def test_slots_are_the_lowest_free_and_come_back() -> None:
@@ -123,8 +125,8 @@ def test_slots_are_the_lowest_free_and_come_back() -> None:
     group.turn()
     group.turn()
     again = group.activate(7)
-    group.turn()
-    group.turn()
+    for _ in range(3):
+        group.turn()
     assert (futures[1].result(0).adapter_slot, again.result(0).adapter_slot) == (1, 0)
 
 
@@ -133,8 +135,8 @@ def test_entries_keep_their_order_across_ranks() -> None:
     for generation in (1, 2, 3):
         group.stage(generation)
         group.activate(generation)
-    group.turn()
-    group.turn()
+    for _ in range(4):
+        group.turn()
     group.ranks[1].used.add(1)
     group.retire(1)
     last = group.retire(2)
@@ -154,22 +156,21 @@ def test_an_activation_under_way_can_be_undone() -> None:
     group.stage(5)
     group.activate(5)
     undone = group.retire(5)
-    for _ in range(3):
+    for _ in range(4):
         group.turn()
     assert undone.done()
     assert [[event[:2] for event in rank.events] for rank in group.ranks] == [[("activate", 5), ("retire", 5)]] * 3
     assert group.leader.slot_of(5) is None
 
 
-def test_activating_twice_returns_the_slot_and_retiring_the_unknown_fails() -> None:
+def test_activating_twice_returns_the_slot_and_retiring_the_unknown_is_no_error() -> None:
     group = Ranks()
     group.stage(5)
     group.activate(5)
     group.turn()
     group.turn()
     assert group.activate(5).result(0).adapter_slot == 0
-    with pytest.raises(EpiloraError, match="generation 9 is not active"):
-        group.retire(9).result(0)
+    assert group.retire(9).result(0).step == 0
 
 
 def test_waits_end_when_the_loop_ends() -> None:
