@@ -37,6 +37,8 @@ from gateway.text import Tokenizer
 
 log = structlog.get_logger(__name__)
 
+ENDED_CALLS_SECONDS = 3.0
+"""How long calls that were ended may take to tell their callers."""
 LAST_WRITES_SECONDS = 0.5
 """Grace for streams that are still open when nothing is in flight any more: watchers, reflection."""
 
@@ -147,6 +149,7 @@ class Gateway:
         if not await self._in_flight.idle(timeout):
             message = f"the gateway is stopping, and this call had not finished {timeout:g} s later"
             self._in_flight.end_all(UnavailableError(message, reason="SHUTTING_DOWN", retry_after_seconds=1.0))
+            await self._in_flight.idle(ENDED_CALLS_SECONDS)
         if self._server is not None:
             await self._server.server.stop(LAST_WRITES_SECONDS)
         for task in self._tasks:

@@ -38,8 +38,14 @@ def start_service(adapters: Path) -> Iterator[Callable[..., Service]]:
         yield start
 
 
+@pytest.fixture(scope="session")
+def scratch_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that adapters may lie under, for those that tests write."""
+    return tmp_path_factory.mktemp("adapters")
+
+
 @pytest.fixture(scope="module")
-def service(models: Path, adapters: Path) -> Iterator[Service]:
+def service(models: Path, adapters: Path, scratch_root: Path) -> Iterator[Service]:
     """Two ranks of the tiny Qwen3-MoE, shared by the tests of a module; each test leaves no adapter behind."""
-    with Service(models / "qwen3moe-T", ranks=2, adapter_roots=[adapters]) as running:
+    with Service(models / "qwen3moe-T", ranks=2, adapter_roots=[adapters, scratch_root]) as running:
         yield running

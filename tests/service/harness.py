@@ -272,6 +272,12 @@ class Service:
         """Unloads an adapter."""
         return self.adapters().UnloadAdapter(adapter_service_pb2.UnloadAdapterRequest(name=name), timeout=120)
 
+    def unload_all(self) -> None:
+        """Unloads whatever is there."""
+        request = adapter_service_pb2.ListAdaptersRequest(page_size=1000)
+        for adapter in self.adapters().ListAdapters(request, timeout=30).adapters:
+            self.unload(adapter.name)
+
     def get(self, name: str) -> types_pb2.Adapter:
         """Describes an adapter."""
         return self.adapters().GetAdapter(adapter_service_pb2.GetAdapterRequest(name=name), timeout=30).adapter

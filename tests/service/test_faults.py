@@ -1,0 +1,173 @@
+"""Processes that are killed: what callers see, how fast, and what comes back."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+from epilora.rpc import error_from
+from epilora.v1 import adapter_service_pb2, generation_service_pb2, types_pb2
+from tests.service.harness import Service
+
+PER_EXPERT = "peft-0.17.1-transformers-4.57.3/qwen3moe-T-all"
+FUSED = "peft-0.21.2/qwen3moe-T-both"
+PROMPT = [1, 2, 3, 4, 5]
+NOTICED_SECONDS = 5.0
+RESTORED_SECONDS = 90.0
+
+
+class Traffic:
+    """Long generations in threads, and how they end."""
+
+    def __init__(self, service: Service, adapter: str, num_calls: int) -> None:
+        self.errors: list[grpc.RpcError] = []
+        self.first_tokens = threading.Semaphore(0)
+        self._threads = [
+            threading.Thread(target=self._run, args=(service, adapter), daemon=True) for _ in range(num_calls)
+        ]
+        for thread in self._threads:
+            thread.start()
+        for _ in self._threads:
+            assert self.first_tokens.acquire(timeout=60)
+
+    def _run(self, service: Service, adapter: str) -> None:
+        first = True
+        while True:
+            request = generation_service_pb2.GenerateRequest(
+                token_ids=generation_service_pb2.TokenIds(ids=PROMPT),
+                adapter_name=adapter,
+                stop=generation_service_pb2.StopOptions(max_tokens=10_000, ignore_eos=True),
+            )
+            try:
+                for _ in service.generation().Generate(request, timeout=120):
+                    if first:
+                        first = False
+                        self.first_tokens.release()
+            except grpc.RpcError as error:
+                self.errors.append(error)
+                return
+
+    def join(self, seconds: float) -> None:
+        for thread in self._threads:
+            thread.join(seconds)
+        assert not any(thread.is_alive() for thread in self._threads), "a call hangs"
+
+
+def test_killed_worker(start_service: Callable[..., Service], models: Path, adapters: Path) -> None:
+    service = start_service(models / "qwen3moe-T", ranks=2)
+    generations = {
+        name: service.load(name, adapters / source).generation for name, source in (("a", PER_EXPERT), ("b", FUSED))
+    }
+    before = {name: service.tokens(PROMPT, name) for name in ("", "a", "b")}
+    traffic = Traffic(service, "a", 4)
+    service.kill(service.worker_pid(1))
+    assert service.until_health("NOT_SERVING", NOTICED_SECONDS) < NOTICED_SECONDS
+    traffic.join(NOTICED_SECONDS)
+    for error in traffic.errors:
+        mapped = error_from(error)  # type: ignore[arg-type]
+        assert (mapped.code, mapped.reason) == (grpc.StatusCode.UNAVAILABLE, "RANK_LOST"), mapped.message
+        assert mapped.retry_after_seconds
+    service.until_health("SERVING", RESTORED_SECONDS)
+    assert {name: service.tokens(PROMPT, name) for name in ("", "a", "b")} == before
+    assert {name: service.get(name).generation for name in ("a", "b")} == generations
+
+    # Again, and the other rank this time: a restart is no one-off.
+    service.kill(service.worker_pid(0))
+    service.until_health("NOT_SERVING", NOTICED_SECONDS)
+    service.until_health("SERVING", RESTORED_SECONDS)
+    assert {name: service.tokens(PROMPT, name) for name in ("", "a", "b")} == before
+
+
+def test_killed_gateway_loader_and_torchelastic(
+    start_service: Callable[..., Service], models: Path, adapters: Path
+) -> None:
+    service = start_service(models / "qwen3moe-T", ranks=2)
+    loaded = service.load("a", adapters / PER_EXPERT)
+    before = service.tokens(PROMPT, "a")
+    workers = [service.worker_pid(0), service.worker_pid(1)]
+
+    service.kill(*service.pids()["gateway"])
+    service.until(lambda: service.health() == "", "lose its gateway", NOTICED_SECONDS)
+    service.until_health("SERVING", RESTORED_SECONDS)
+    adapter = service.get("a")
+    assert (adapter.generation, adapter.adapter_slot, adapter.report) == (
+        loaded.generation,
+        loaded.adapter_slot,
+        loaded.report,
+    )
+    assert service.tokens(PROMPT, "a") == before
+    assert [service.worker_pid(0), service.worker_pid(1)] == workers
+
+    [loader] = service.pids()["loader"]
+    service.kill(loader)
+    assert service.tokens(PROMPT, "a") == before
+    service.until(
+        lambda: service.pids()["loader"] not in ([], [loader]) and _loads(service, "b", adapters / FUSED),
+        "load with a new loader",
+        RESTORED_SECONDS,
+    )
+
+    service.kill(*service.pids()["torchelastic"])
+    service.until_health("NOT_SERVING", NOTICED_SECONDS)
+    service.until_health("SERVING", RESTORED_SECONDS)
+    assert service.tokens(PROMPT, "a") == before
+    assert service.get("b").state == types_pb2.ADAPTER_STATE_SERVING
+
+
+def _loads(service: Service, name: str, source: Path) -> bool:
+    try:
+        return service.load(name, source).state == types_pb2.ADAPTER_STATE_SERVING
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.UNAVAILABLE:
+            raise
+        return False
+
+
+def test_registry_survives_the_death_of_everything(
+    start_service: Callable[..., Service], models: Path, adapters: Path
+) -> None:
+    service = start_service(models / "qwen3moe-T", ranks=2)
+    service.load("a", adapters / PER_EXPERT)
+    service.load("b", adapters / FUSED)
+    service.load("gone", adapters / FUSED)
+    service.unload("gone")
+    before = {name: (service.get(name).generation, service.tokens(PROMPT, name)) for name in ("a", "b")}
+    service.kill_everything()
+    assert service.survivors() == []
+    service.start()
+    assert {name: (service.get(name).generation, service.tokens(PROMPT, name)) for name in ("a", "b")} == before
+    listed = service.adapters().ListAdapters(adapter_service_pb2.ListAdaptersRequest(), timeout=10).adapters
+    assert [adapter.name for adapter in listed] == ["a", "b"]
+    assert service.load("c", adapters / FUSED).generation > max(generation for generation, _ in before.values())
+
+
+def test_stop_leaves_no_process_and_keeps_the_registry(
+    start_service: Callable[..., Service], models: Path, adapters: Path
+) -> None:
+    service = start_service(models / "qwen3moe-T", ranks=2, args=["--drain-timeout=3"])
+    service.load("a", adapters / PER_EXPERT)
+    traffic = Traffic(service, "a", 2)
+    started = time.monotonic()
+    assert service.stop() == 0
+    assert time.monotonic() - started < 20
+    traffic.join(5)
+    assert {error.code() for error in traffic.errors} == {grpc.StatusCode.UNAVAILABLE}
+    assert service.survivors() == []
+    registry = json.loads((service.state_dir / "registry.json").read_text())
+    assert list(registry["adapters"]) == ["a"]
+
+
+def test_processes_do_not_outlive_their_supervisor(start_service: Callable[..., Service], models: Path) -> None:
+    service = start_service(models / "qwen3moe-T", ranks=2)
+    [supervisor] = service.pids()["supervisor"]
+    service.kill(supervisor, number=signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while len(service.survivors()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert service.survivors() == []
