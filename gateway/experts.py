@@ -16,10 +16,13 @@ from epilora.v1 import expert_service_pb2, worker_service_pb2
 from gateway.adapter_table import AdapterTable, Generation
 from gateway.in_flight import InFlight, Ticket
 from gateway.keeper import Keeper
-from gateway.ranks import Group
+from gateway.ranks import Group, Rank
 from gateway.residency import worker_error
 from gateway.router import Router
 
+_LOST_STATUS = "Internal error from Core"
+"""What grpcio says when a write meets a call that the server has just ended; the server's status is lost then."""
+STATUS_SECONDS = 5.0
 LAST_READ_SECONDS = 1.0
 """How long the reader of requests may take to notice that the worker has answered everything."""
 
@@ -68,7 +71,7 @@ class Experts:
             uses.callback(stream.close)
             reading = asyncio.create_task(stream.send(requests, self._stopping))
             uses.callback(reading.cancel)
-            async with aclosing(self._answers(call, ticket, stream)) as answers:
+            async with aclosing(self._answers(call, ticket, stream, rank)) as answers:
                 async for answer in answers:
                     yield answer
             await asyncio.wait({reading}, timeout=LAST_READ_SECONDS)
@@ -78,7 +81,7 @@ class Experts:
             self._keeper.require_serving()
 
     async def _answers(
-        self, call: Any, ticket: Ticket, stream: _Stream
+        self, call: Any, ticket: Ticket, stream: _Stream, rank: Rank
     ) -> AsyncGenerator[expert_service_pb2.ForwardResponse, None]:
         try:
             async for response in call:
@@ -93,7 +96,20 @@ class Experts:
         except grpc.aio.AioRpcError as error:
             if ticket.error is not None:
                 raise ticket.error from error
+            if error.details() == _LOST_STATUS and stream.oldest() is not None:
+                error = await self._status_of(rank, stream.oldest()) or error
             raise worker_error(self._group, ticket.ep_rank, error) from error
+
+    async def _status_of(
+        self, rank: Rank, request: worker_service_pb2.ForwardExpertsRequest | None
+    ) -> grpc.aio.AioRpcError | None:
+        """Why a worker refuses a message, asked again on a stream of its own; None if it does not."""
+        try:
+            async for _ in rank.stub.ForwardExperts(iter([request]), timeout=STATUS_SECONDS):
+                pass
+        except grpc.aio.AioRpcError as error:
+            return error
+        return None
 
 
 def _ended_early(ep_rank: int) -> EpiloraError:
@@ -108,7 +124,7 @@ class _Stream:
         self._ticket = ticket
         self._call = call
         self._room = asyncio.Semaphore(max_messages)
-        self._unanswered: deque[list[Generation]] = deque()
+        self._unanswered: deque[tuple[worker_service_pb2.ForwardExpertsRequest, list[Generation]]] = deque()
 
     async def send(
         self, requests: AsyncIterator[expert_service_pb2.ForwardRequest], stopping: asyncio.Event
@@ -155,12 +171,17 @@ class _Stream:
             worker.top_k.CopyFrom(request.top_k)
         for generation in names:
             generation.use(self._ticket)
-        self._unanswered.append(names)
+        self._unanswered.append((worker, names))
         await self._call.write(worker)
+
+    def oldest(self) -> worker_service_pb2.ForwardExpertsRequest | None:
+        """The message that the worker answers next, or refuses."""
+        return self._unanswered[0][0] if self._unanswered else None
 
     def answered(self) -> None:
         """The oldest unanswered message was answered."""
-        for generation in self._unanswered.popleft():
+        _, generations = self._unanswered.popleft()
+        for generation in generations:
             generation.unuse(self._ticket)
         self._room.release()
 

@@ -305,9 +305,8 @@ class Lifecycle:
 
     async def _remove_once(self, generation: Generation) -> EpiloraError | None:
         try:
-            if generation.may_be_active:
-                await self._residency.retire(generation.number)
-            if generation.may_be_staged:
+            retired = generation.may_be_active and await self._residency.retire(generation.number)
+            if generation.may_be_staged and not retired:
                 await self._residency.discard(generation.number)
         except UnavailableError:
             pass

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import structlog
 
-from epilora.errors import EpiloraError, InternalError, UnavailableError
+from epilora.errors import EpiloraError, InternalError, NotFoundError, UnavailableError
 from epilora.rpc import error_from, make_channel
 from epilora.settings import GatewaySettings
 from epilora.v1 import loader_service_pb2, loader_service_pb2_grpc, worker_service_pb2
@@ -126,10 +126,14 @@ class Residency:
         response = await self._call(0, "ActivateAdapter", request, timeout=self._timeout)
         return int(response.adapter_slot)
 
-    async def retire(self, generation: int) -> None:
-        """Takes an active generation away on every rank at one step."""
+    async def retire(self, generation: int) -> bool:
+        """Takes an active generation away on every rank at one step and frees it; False if it was not active."""
         request = worker_service_pb2.RetireAdapterRequest(generation=generation)
-        await self._call(0, "RetireAdapter", request, timeout=self._timeout)
+        try:
+            response = await self._call(0, "RetireAdapter", request, timeout=self._timeout)
+        except NotFoundError:
+            return False
+        return bool(response.step)
 
     async def discard(self, generation: int) -> None:
         """Frees a generation that was staged only, on every rank."""

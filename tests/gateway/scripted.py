@@ -158,6 +158,8 @@ class ScriptedWorker(worker_service_pb2_grpc.WorkerServiceServicer):
     async def RetireAdapter(self, request: Any, context: Any) -> worker_service_pb2.RetireAdapterResponse:  # noqa: N802
         await self.ranks.script.enter("RetireAdapter", self.ep_rank, request.generation)
         assert self.ranks.active[request.generation] == 0, "retired while in use"
+        if self.ranks.slots[0].get(request.generation, -1) < 0:
+            raise NotFoundError("not active", reason="ADAPTER_NOT_ACTIVE")
         for slots in self.ranks.slots:
             slots.pop(request.generation, None)
         return worker_service_pb2.RetireAdapterResponse(step=2)

@@ -69,7 +69,7 @@ async def test_error_comes_after_the_answers_before_it(
             answers.append(response.request_id)
 
     error = await refused(asyncio.ensure_future(read()))
-    assert (error.code, error.field) == (code, field)
+    assert (error.code, error.field) == (code, field), (error.reason, error.message)
     assert answers == [1, 2]
 
 

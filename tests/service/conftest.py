@@ -44,8 +44,10 @@ def scratch_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("adapters")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def service(models: Path, adapters: Path, scratch_root: Path) -> Iterator[Service]:
-    """Two ranks of the tiny Qwen3-MoE, shared by the tests of a module; each test leaves no adapter behind."""
-    with Service(models / "qwen3moe-T", ranks=2, adapter_roots=[adapters, scratch_root]) as running:
+    """Two ranks of the tiny Qwen3-MoE, shared by many tests; each test leaves no adapter behind."""
+    with Service(
+        models / "qwen3moe-T", ranks=2, adapter_roots=[adapters, scratch_root, REPOSITORY / "examples"]
+    ) as running:
         yield running

@@ -17,7 +17,7 @@ from epilora.errors import EpiloraError
 from epilora.rpc import error_from
 from epilora.v1 import adapter_service_pb2, generation_service_pb2, types_pb2
 from epilora.wire import decode_tensor
-from tests.service.harness import Service
+from tests.service.harness import REPOSITORY, Service
 
 PER_EXPERT = "peft-0.17.1-transformers-4.57.3/qwen3moe-T-all"
 FUSED = "peft-0.21.2/qwen3moe-T-both"
@@ -163,7 +163,7 @@ def test_bad_sources(service: Service, adapters: Path, tmp_path: Path) -> None:
         ("a", tmp_path / "outside", grpc.StatusCode.PERMISSION_DENIED),
         ("a", adapters / ".." / ".." / ".." / "README.md", grpc.StatusCode.PERMISSION_DENIED),
         ("a", adapters / "none", grpc.StatusCode.NOT_FOUND),
-        ("a", adapters / "peft-0.21.2/deepseekv3-T-both", grpc.StatusCode.INVALID_ARGUMENT),
+        ("a", REPOSITORY / "examples" / "demo" / "per_expert_adapter", grpc.StatusCode.INVALID_ARGUMENT),
         ("../a", adapters / FUSED, grpc.StatusCode.INVALID_ARGUMENT),
     ]
     for name, source, code in table:
