@@ -29,13 +29,14 @@ class RunningService:
 
 @contextmanager
 def running_service(
-    *, model: Path, num_ranks: int, adapter_roots: list[Path], directory: Path
+    *, model: Path, num_ranks: int, dtype: str, adapter_roots: list[Path], directory: Path
 ) -> Iterator[RunningService]:
     """Starts all processes on free ports, waits until they serve, and stops them at the end.
 
     Args:
         model: directory of the checkpoint.
         num_ranks: ranks to spread the experts over.
+        dtype: of the served weights.
         adapter_roots: directories under which adapters may lie.
         directory: for its registry, its log (service.log) and its ready file.
 
@@ -46,7 +47,7 @@ def running_service(
     command = [sys.executable, "-m", "epilora.cli", "serve", "--model", str(model), "--ranks", str(num_ranks)]
     command += ["--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0"]
     command += ["--state-dir", str(directory / "state"), "--ready-file", str(ready_file)]
-    command += ["--start-timeout", str(START_SECONDS)]
+    command += ["--dtype", dtype, "--start-timeout", str(START_SECONDS)]
     for root in adapter_roots:
         command += ["--adapter-root", str(root)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("EPILORA_")}
