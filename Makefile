@@ -70,6 +70,7 @@ format: setup ## Let ruff put Python files in order
 .PHONY: types
 types: setup ## Types, strictly
 	$(BIN)/mypy
+	MYPYPATH=examples/demo $(BIN)/mypy scripts/*.py examples/demo/*.py
 
 .PHONY: protos
 protos: setup ## Generate epilora/v1 from protos/

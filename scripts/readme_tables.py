@@ -34,7 +34,7 @@ def _default_of(value: ast.expr | None) -> str:
     if isinstance(value, ast.BinOp):
         # Sizes are written as shifts: 64 << 20.
         return f"`{eval(compile(ast.Expression(value), 'settings', 'eval'), {'__builtins__': {}})}`"
-    return f"`{value.value}`" if isinstance(value, ast.Constant) and value.value not in ("", None) else "empty"
+    return f"`{value.value!s}`" if isinstance(value, ast.Constant) and value.value not in ("", None) else "empty"
 
 
 def settings() -> Iterator[str]:

@@ -52,6 +52,7 @@ def main() -> None:
     torch.manual_seed(SEED)
     tokenizer = Tokenizer.from_file(str(arguments.checkpoint / "tokenizer.json"))
     end_id = tokenizer.token_to_id(END)
+    assert end_id is not None
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text).ids)
