@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -59,8 +60,12 @@ def serve(
         adapters = _parse_adapters(adapter or [])
         state_dir = state_dir.resolve()
         name = f"epilora-{os.getuid()}-{hashlib.blake2b(str(state_dir).encode(), digest_size=4).hexdigest()}"
+        made_here = [] if run_dir else [Path(tempfile.gettempdir()) / name]
         run_dir = (run_dir or Path(tempfile.gettempdir()) / name).resolve()
+        made_cache = cache_dir is None
         cache_dir = (cache_dir or _default_cache_dir(run_dir, name)).resolve()
+        if made_cache:
+            made_here.append(cache_dir)
         _check(model, run_dir)
         for directory in (state_dir, run_dir):
             directory.mkdir(parents=True, exist_ok=True)
@@ -94,6 +99,9 @@ def serve(
             ready_file=ready_file,
         )
         asyncio.run(_run(options))
+        # Shared memory above all: nobody else frees it. After a crash the next start takes the same directories.
+        for directory in made_here:
+            shutil.rmtree(directory, ignore_errors=True)
     except EpiloraError as error:
         raise fail(error) from None
 

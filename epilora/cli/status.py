@@ -42,7 +42,9 @@ def status(address: Address = DEFAULT_ADDRESS, timeout: Timeout = 10.0) -> None:
     for group in topology.groups:
         if group.HasField("model"):
             console.print(_model_line(group))
-        console.print(_rank_table(group, memory))
+        console.print(_rank_table(group))
+    if memory:
+        console.print(_memory_table(memory))
     console.print(adapter_table(list(listing.adapters)))
     if not serving:
         raise typer.Exit(EXIT_UNAVAILABLE)
@@ -50,14 +52,14 @@ def status(address: Address = DEFAULT_ADDRESS, timeout: Timeout = 10.0) -> None:
 
 def _memory(
     stub: cluster_service_pb2_grpc.ClusterServiceStub, address: str, timeout: float
-) -> dict[int, cluster_service_pb2.RankMemory]:
-    """Memory by rank; empty, and said so, while a rank is lost."""
+) -> list[cluster_service_pb2.RankMemory]:
+    """Memory of every rank; empty, and said so, while a rank is lost."""
     try:
         response = stub.GetMemory(cluster_service_pb2.GetMemoryRequest(), timeout=timeout)
     except grpc.RpcError as error:
         error_console.print(f"[yellow]memory: {rpc_error(error, address).message}[/yellow]")
-        return {}
-    return {rank.ep_rank: rank for rank in response.ranks}
+        return []
+    return list(response.ranks)
 
 
 def _model_line(group: cluster_service_pb2.Group) -> str:
@@ -68,11 +70,9 @@ def _model_line(group: cluster_service_pb2.Group) -> str:
     )
 
 
-def _rank_table(group: cluster_service_pb2.Group, memory: dict[int, cluster_service_pb2.RankMemory]) -> Table:
-    table = Table("rank", "ready", "device", "pid", "steps", "running", "queued", "experts", "dense", "kv", "adapters")
+def _rank_table(group: cluster_service_pb2.Group) -> Table:
+    table = Table("rank", "ready", "device", "pid", "steps", "running", "queued")
     for rank in group.ranks:
-        held = memory.get(rank.ep_rank)
-        sizes = (held.base_expert_bytes, held.base_dense_bytes, held.kv_cache_bytes, held.adapter_bytes) if held else ()
         table.add_row(
             str(rank.ep_rank),
             "[green]yes[/]" if rank.ready else "[red]no[/]",
@@ -81,6 +81,13 @@ def _rank_table(group: cluster_service_pb2.Group, memory: dict[int, cluster_serv
             str(rank.num_steps),
             str(rank.num_running_requests),
             str(rank.num_queued_requests),
-            *(map(format_bytes, sizes) if sizes else ("-",) * 4),
         )
+    return table
+
+
+def _memory_table(ranks: list[cluster_service_pb2.RankMemory]) -> Table:
+    table = Table("rank", "experts", "other weights", "kv cache", "adapters", "resident adapters")
+    for rank in ranks:
+        sizes = (rank.base_expert_bytes, rank.base_dense_bytes, rank.kv_cache_bytes, rank.adapter_bytes)
+        table.add_row(str(rank.ep_rank), *map(format_bytes, sizes), str(len(rank.adapters)))
     return table
