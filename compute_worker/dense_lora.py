@@ -1,8 +1,8 @@
-"""LoRA on linear maps outside the routed experts: attention, router, shared experts, dense MLP.
+"""LoRA on linear maps outside the routed experts: attention, router, shared experts, dense MLP, embedding, lm_head.
 
 Each such module's weight becomes a LoraWeight, a parameter that adds the deltas of the step's adapters whenever it is
-used in F.linear. So it works for nn.Linear and for routers that call F.linear on their weight, cast or not, without
-touching the modules' code.
+used in F.linear or F.embedding. So it works for nn.Linear, nn.Embedding and for routers that call F.linear on their
+weight, cast or not, without touching the modules' code.
 
 Legend: T tokens of the step, r lora rank.
 """
@@ -41,10 +41,17 @@ class DenseTokens:
 
 
 class DenseLora:
-    """The deltas that apply now. One for a model; the step sets `adapters` before it runs the model."""
+    """The deltas that apply now. One for a model; the step sets `adapters` and `logits_adapters` before it runs it.
 
-    def __init__(self) -> None:
+    Attributes:
+        adapters: tokens of each adapter in the step.
+        logits_adapters: the same for the rows of `logits_module`, which sees only tokens whose logits are wanted.
+    """
+
+    def __init__(self, *, logits_module: str = "") -> None:
         self.adapters: Sequence[DenseTokens] = ()
+        self.logits_adapters: Sequence[DenseTokens] = ()
+        self._logits_module = logits_module
 
     def attach(self, model: nn.Module, modules: Sequence[str]) -> None:
         """Makes the weights of the given modules LoraWeights."""
@@ -64,7 +71,7 @@ class DenseLora:
             x: [..., in], tokens in the step's order.
             y: [..., out], contiguous.
         """
-        for adapter in self.adapters:
+        for adapter in self.logits_adapters if module == self._logits_module else self.adapters:
             pair = adapter.pairs.get(module)
             if pair is None:
                 continue
@@ -75,9 +82,27 @@ class DenseLora:
                 y_nO = _with_delta(x_TI[adapter.token_index], y_TO[adapter.token_index], pair)
                 y_TO.index_copy_(0, adapter.token_index, y_nO)
 
+    def apply_embedding(self, module: str, ids: torch.Tensor, y: torch.Tensor) -> None:
+        """Adds the deltas of this step's adapters to y = embedding(ids), in place.
+
+        Semantics: y[t] += scale * B A[:, ids[t]] for the tokens t of each adapter that has a pair for the module.
+
+        Args:
+            module: path.
+            ids: int64 [...], tokens in the step's order.
+            y: [..., D], contiguous.
+        """
+        for adapter in self.adapters:
+            pair = adapter.pairs.get(module)
+            if pair is None:
+                continue
+            y_TD, ids_T = y.view(-1, y.shape[-1]), ids.reshape(-1)
+            token_n = slice(None) if adapter.token_index is None else adapter.token_index
+            y_TD[token_n] = _plus_delta(y_TD[token_n], pair.a.t()[ids_T[token_n]], pair)
+
 
 class LoraWeight(nn.Parameter):
-    """A weight [out, in] that adds LoRA deltas where it is used in F.linear."""
+    """A weight [out, in] that adds LoRA deltas where it is used in F.linear, or [in, out] in F.embedding."""
 
     _plain: torch.Tensor
     _lora: DenseLora
@@ -103,6 +128,11 @@ class LoraWeight(nn.Parameter):
             y = F.linear(x, weight._plain, bias)
             weight._lora.apply(weight._module, x, y)
             return y
+        if func is F.embedding and isinstance(weight := (args[1] if len(args) > 1 else kwargs["weight"]), LoraWeight):
+            ids = args[0] if args else kwargs["input"]
+            y = F.embedding(ids, weight._plain, *args[2:], **{k: v for k, v in kwargs.items() if k != "weight"})
+            weight._lora.apply_embedding(weight._module, ids, y)
+            return y
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
         source = args[0] if args and isinstance(args[0], LoraWeight) else None
@@ -118,5 +148,10 @@ _CASTS = {torch.Tensor.to, torch.Tensor.float, torch.Tensor.type, torch.Tensor.t
 def _with_delta(x_nI: torch.Tensor, y_nO: torch.Tensor, pair: DensePair) -> torch.Tensor:
     """y + scale * B A x, rounded once to y's dtype; products accumulate in float32."""
     dtype = torch.promote_types(y_nO.dtype, pair.a.dtype)
-    h_nr = x_nI.to(dtype) @ pair.a.to(dtype).t()
-    return torch.addmm(y_nO.to(dtype), h_nr, pair.b.to(dtype).t(), alpha=pair.scale).to(y_nO.dtype)
+    return _plus_delta(y_nO, x_nI.to(dtype) @ pair.a.to(dtype).t(), pair)
+
+
+def _plus_delta(y_nO: torch.Tensor, h_nr: torch.Tensor, pair: DensePair) -> torch.Tensor:
+    """y + scale * B h, rounded once to y's dtype."""
+    dtype = torch.promote_types(y_nO.dtype, h_nr.dtype)
+    return torch.addmm(y_nO.to(dtype), h_nr.to(dtype), pair.b.to(dtype).t(), alpha=pair.scale).to(y_nO.dtype)

@@ -29,6 +29,7 @@ from compute_worker.runner_parts import (
 )
 from compute_worker.step_context import CurrentStep, StepContext
 from epilora.errors import InvalidArgumentError
+from epilora.families import family_of
 from epilora.load_spec import MoEEPLoadSpec
 from epilora.model_spec import ModelSpec, MoELayerSpec
 from epilora.placement import ExpertPlacement
@@ -119,7 +120,7 @@ class ModelRunner:
             current=self._current,
             device=group.device,
         )
-        self._dense_lora = DenseLora()
+        self._dense_lora = DenseLora(logits_module=family_of(model.model_type).lm_head_path)
         self._dense_lora.attach(self._model, [spec.module for spec in model.dense_modules])
         adapter_bytes = max_adapter_bytes(settings, group.device)
         self.pool = AdapterPool(
@@ -152,7 +153,8 @@ class ModelRunner:
                     self._join_empty(layer)
             return None
         num_tokens = len(batch.token_ids)
-        with self._step(batch.adapter_slots, num_tokens_per_rank):
+        with self._step(batch.adapter_slots, num_tokens_per_rank) as context:
+            self._dense_lora.logits_adapters = context.dense_tokens(batch.logits_rows)
             self._attention.step = prepare_step(self._attention.cache, batch.sequences, num_tokens)
             output = self._model(
                 input_ids=self._tensor([batch.token_ids]),
@@ -263,7 +265,7 @@ class ModelRunner:
             yield context
         finally:
             self._current.context = None
-            self._dense_lora.adapters = ()
+            self._dense_lora.adapters = self._dense_lora.logits_adapters = ()
             self._attention.step = None
 
     def _join_empty(self, layer: int) -> None:

@@ -42,14 +42,19 @@ class StepContext:
         self._device = device
         self._arrived: dict[int, torch.Tensor] | None = None
 
-    def dense_tokens(self) -> list[DenseTokens]:
-        """This rank's own tokens of each adapter that has pairs for dense modules."""
+    def dense_tokens(self, rows: Sequence[int] | None = None) -> list[DenseTokens]:
+        """This rank's own tokens of each adapter that has pairs for dense modules.
+
+        Args:
+            rows: tokens that a module sees, in its order; None: all. The indices returned are into them.
+        """
+        slots = self._adapter_slots if rows is None else [self._adapter_slots[row] for row in rows]
         tokens = []
-        for slot, index in group_by_slot(self._adapter_slots).items():
+        for slot, index in group_by_slot(slots).items():
             adapter = self.active[slot]
             if not adapter.dense:
                 continue
-            is_all = len(index) == len(self._adapter_slots)
+            is_all = len(index) == len(slots)
             token_index = None if is_all else torch.tensor(index, dtype=torch.int64, device=self._device)
             tokens.append(DenseTokens(token_index=token_index, pairs=adapter.dense))
         return tokens

@@ -90,6 +90,10 @@ class ModelFamily:
     expert_parameters_in_out: bool = False
     """True if the stacked expert parameters are stored (E, in, out), False for (E, out, in)."""
     dense_modules: tuple[DenseModuleTemplate, ...] = ()
+    embedding_path: str = "model.embed_tokens"
+    """Path of the token embedding; empty if its pairs cannot be honoured."""
+    lm_head_path: str = "lm_head"
+    """Path of the last linear map; empty if its pairs cannot be honoured."""
     module_renames: tuple[tuple[str, str], ...] = ()
     """(old, new) path segments of adapters that were trained on an older module tree."""
     expert_projections: Mapping[str, Projection] = field(default_factory=lambda: _GATED_PROJECTIONS)
@@ -97,9 +101,21 @@ class ModelFamily:
     stacked_parameters: Mapping[str, Projection] = field(default_factory=lambda: _GATED_PARAMETERS)
     """Name of a stacked expert parameter -> projection, in the order in which the module declares them."""
 
+    @property
+    def tied_paths(self) -> tuple[str, str]:
+        """Modules whose weights may be one."""
+        return self.embedding_path, self.lm_head_path
+
 
 _GATED_PROJECTIONS: Mapping[str, Projection] = MappingProxyType(
-    {"gate_proj": Projection.GATE, "up_proj": Projection.UP, "down_proj": Projection.DOWN}
+    {
+        "gate_proj": Projection.GATE,
+        "up_proj": Projection.UP,
+        "down_proj": Projection.DOWN,
+        "w1": Projection.GATE,
+        "w3": Projection.UP,
+        "w2": Projection.DOWN,
+    }
 )
 _GATED_PARAMETERS: Mapping[str, Projection] = MappingProxyType(
     {"gate_up_proj": Projection.GATE_UP, "down_proj": Projection.DOWN}
@@ -124,10 +140,6 @@ _SHARED_EXPERT = (
     DenseModuleTemplate(path="mlp.shared_expert_gate", in_size=Size.D, out_size=Size.ONE, where=Where.MOE),
 )
 
-_MIXTRAL_PROJECTIONS: Mapping[str, Projection] = MappingProxyType(
-    {**_GATED_PROJECTIONS, "w1": Projection.GATE, "w3": Projection.UP, "w2": Projection.DOWN}
-)
-
 FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
     {
         family.model_type: family
@@ -147,9 +159,8 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
                 model_type="mixtral",
                 intermediate_size_key="intermediate_size",
                 dense_modules=(*_ATTENTION, *_ROUTER),
-                # transformers 4 called the block block_sparse_moe, and the experts' maps w1, w2, w3.
+                # What transformers 4 called the block.
                 module_renames=(("block_sparse_moe", "mlp"),),
-                expert_projections=_MIXTRAL_PROJECTIONS,
             ),
             ModelFamily(
                 model_type="olmoe",

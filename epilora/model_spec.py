@@ -37,7 +37,10 @@ class MoELayerSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseModuleSpec:
-    """A linear map outside the routed experts: attention, router, shared expert, dense MLP."""
+    """A linear map outside the routed experts: attention, router, shared expert, dense MLP, embedding, lm_head.
+
+    The embedding is one from a one-hot vector: in_features is the vocabulary.
+    """
 
     module: str
     in_features: int
@@ -62,7 +65,7 @@ class ModelSpec:
     vocab_size: int
     max_position_embeddings: int
     dense_modules: tuple[DenseModuleSpec, ...]
-    """In order of layer, then of the family's table."""
+    """In order of layer, then of the family's table; last the embedding and lm_head."""
     eos_token_ids: tuple[int, ...]
     has_tokenizer: bool
 
@@ -187,7 +190,11 @@ def _dense_modules(
         sizes[Size.F_DENSE] = config.positive("intermediate_size")
     if family.shared_intermediate_size_key:
         sizes[Size.F_SHARED] = config.positive(family.shared_intermediate_size_key)
-    return tuple(
+    ends = (
+        (family.embedding_path, config.positive("vocab_size"), hidden_size),
+        (family.lm_head_path, hidden_size, config.positive("vocab_size")),
+    )
+    in_layers = tuple(
         DenseModuleSpec(
             module=f"{family.layers_path}.{layer}.{template.path}",
             in_features=sizes[template.in_size],
@@ -196,6 +203,11 @@ def _dense_modules(
         for layer, is_sparse in enumerate(sparse)
         for template in family.dense_modules
         if template.where in (Where.ALL, Where.MOE if is_sparse else Where.DENSE)
+    )
+    return in_layers + tuple(
+        DenseModuleSpec(module=path, in_features=in_features, out_features=out_features)
+        for path, in_features, out_features in ends
+        if path
     )
 
 

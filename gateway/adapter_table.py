@@ -43,6 +43,7 @@ class Generation:
     name: str
     source: str
     allow_partial: bool
+    layout_hints: types_pb2.LayoutHints = field(default_factory=types_pb2.LayoutHints)
     number: int = 0
     digest: str = ""
     state: types_pb2.AdapterState = LOADING

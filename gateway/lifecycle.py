@@ -90,10 +90,19 @@ class Lifecycle:
         self._background: set[asyncio.Task[Any]] = set()
         self._stopping = False
 
-    async def load(self, name: str, source: str, *, allow_partial: bool, incarnation: str | None) -> types_pb2.Adapter:
+    async def load(
+        self,
+        name: str,
+        source: str,
+        *,
+        allow_partial: bool,
+        incarnation: str | None,
+        layout_hints: types_pb2.LayoutHints | None = None,
+    ) -> types_pb2.Adapter:
         """Loads or reloads a name.
 
         Args:
+            layout_hints: what the caller knows where the file is ambiguous; checked by the loader.
             incarnation: of the group as it serves now; None if it does not serve.
 
         Raises:
@@ -105,7 +114,12 @@ class Lifecycle:
         if incarnation is None or self._stopping:
             raise self._group.not_ready()
         with self._table.claim(name, "load") as entry:
-            generation = Generation(name=name, source=source, allow_partial=allow_partial)
+            generation = Generation(
+                name=name,
+                source=source,
+                allow_partial=allow_partial,
+                layout_hints=layout_hints or types_pb2.LayoutHints(),
+            )
             task = asyncio.create_task(self._load(entry, generation, incarnation))
             self._loads[task] = generation
             task.add_done_callback(self._loads.pop)
@@ -185,6 +199,7 @@ class Lifecycle:
             dense_modules=infos[0].dense_modules,
             allow_partial=generation.allow_partial,
             model_type=infos[0].model.model_type,
+            layout_hints=generation.layout_hints,
         )
 
         def built(done: int, total: int) -> None:
@@ -237,6 +252,7 @@ class Lifecycle:
                 name=generation.name,
                 source=generation.source,
                 allow_partial=generation.allow_partial,
+                layout_hints=json_format.MessageToDict(generation.layout_hints),
                 generation=generation.number,
                 digest=generation.digest,
                 lease_id=generation.lease_id,

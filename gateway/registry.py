@@ -23,6 +23,8 @@ class RegistryEntry(BaseModel):
     name: str
     source: str
     allow_partial: bool
+    layout_hints: dict[str, Any] = Field(default_factory=dict)
+    """LayoutHints as JSON."""
     generation: int
     digest: str
     """Identity of the content that was loaded."""

@@ -99,6 +99,7 @@ def _from_registry(entry: RegistryEntry) -> Generation:
         name=entry.name,
         source=entry.source,
         allow_partial=entry.allow_partial,
+        layout_hints=json_format.ParseDict(entry.layout_hints, types_pb2.LayoutHints(), ignore_unknown_fields=True),
         number=entry.generation,
         digest=entry.digest,
         serving_since=entry.serving_since,

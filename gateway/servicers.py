@@ -55,6 +55,7 @@ class AdapterServicer(adapter_service_pb2_grpc.AdapterServiceServicer):
             request.name,
             request.source,
             allow_partial=request.allow_partial,
+            layout_hints=request.layout_hints,
             incarnation=self._keeper.serving,
         )
         return adapter_service_pb2.LoadAdapterResponse(adapter=adapter)

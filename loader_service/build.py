@@ -85,6 +85,7 @@ class AdapterBuilder:
             request.target,
             max_lora_rank=self._settings.max_lora_rank,
             allow_partial=request.allow_partial,
+            hints=request.hints,
         )
         return form, make_report(header, config, form)
 
@@ -131,8 +132,8 @@ def _zero_warnings(form: NormalForm, plan: SlicePlan, written: WriteResult) -> l
     zero = [pair for key, pair in pairs.items() if not written.nonzero.issuperset(key)]
     if not zero:
         return []
-    names = sorted(region.tensor.name for pair in zero for region in (pair.a, pair.b))
-    names = [name for name in names if "lora_B" in name]
+    regions = [region for pair in zero for region in (pair.a, pair.b)]
+    names = sorted(region.tensor.name for region in regions if region.tensor.index not in written.nonzero)
     all_of_them = " The adapter changes nothing: it was saved untrained." if len(zero) == len(pairs) else ""
     return [
         f"{len(zero)} of {len(pairs)} pairs have a matrix that is all zero and change nothing, first {names[0]}."

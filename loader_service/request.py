@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from epilora.adapters.layout_hints import LayoutHints
 from epilora.adapters.normal_form import AdapterTarget
 from epilora.errors import InvalidArgumentError
 from epilora.families import family_of
@@ -25,13 +27,14 @@ class BuildRequest:
     load_specs: tuple[MoEEPLoadSpec, ...]
     target: AdapterTarget
     allow_partial: bool
+    hints: LayoutHints
 
     @classmethod
     def from_proto(cls, message: loader_service_pb2.BuildSlicesRequest) -> BuildRequest:
         """Decodes a request.
 
         Raises:
-            InvalidArgumentError: BAD_LOAD_SPEC, BAD_DENSE_MODULE, UNKNOWN_MODEL_FAMILY.
+            InvalidArgumentError: BAD_LOAD_SPEC, BAD_DENSE_MODULE, UNKNOWN_MODEL_FAMILY, BAD_LAYOUT_HINTS.
         """
         load_specs = tuple(MoEEPLoadSpec.from_proto(spec) for spec in message.load_specs)
         _check_together(load_specs)
@@ -40,7 +43,13 @@ class BuildRequest:
             [layer.moe for layer in load_specs[0].layers],
             _dense_modules(message.dense_modules),
         )
-        return cls(source=message.source, load_specs=load_specs, target=target, allow_partial=message.allow_partial)
+        return cls(
+            source=message.source,
+            load_specs=load_specs,
+            target=target,
+            allow_partial=message.allow_partial,
+            hints=LayoutHints.from_proto(message.layout_hints),
+        )
 
     def entry_id(self, source: SourceIdentity) -> str:
         """Identity of the slices that this request makes of a source, 32 hex digits."""
@@ -54,6 +63,7 @@ class BuildRequest:
             self.target.family.model_type,
             dense,
             self.allow_partial,
+            dataclasses.astuple(self.hints),
         ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 

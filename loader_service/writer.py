@@ -68,7 +68,7 @@ class _Unit:
 
     @property
     def row_bytes(self) -> int:
-        return self.tensor.size_bytes // self.tensor.shape[0]
+        return self.tensor.size_bytes // self.tensor.num_rows
 
     @property
     def offset(self) -> int:
@@ -165,7 +165,7 @@ def _units(plan: SlicePlan) -> Iterator[_Unit]:
     """The rows to read, in order of the file."""
     for copies in plan.copies.values():
         tensor = copies[0].region.tensor
-        rows_per_block = max(1, BLOCK_BYTES // max(1, tensor.size_bytes // tensor.shape[0]))
+        rows_per_block = max(1, BLOCK_BYTES // max(1, tensor.size_bytes // tensor.num_rows))
         for begin, end in _merged((copy.region.row_begin, copy.region.row_end) for copy in copies):
             for block in range(begin, end, rows_per_block):
                 yield _Unit(tensor=tensor, row_begin=block, row_end=min(block + rows_per_block, end))
@@ -199,7 +199,7 @@ def _batches(units: Iterator[_Unit], limit: int) -> Iterator[list[_Unit]]:
 
 def _largest_row(plan: SlicePlan) -> int:
     tensors = [copies[0].region.tensor for copies in plan.copies.values()]
-    return max((tensor.size_bytes // tensor.shape[0] for tensor in tensors), default=0)
+    return max((tensor.size_bytes // tensor.num_rows for tensor in tensors), default=0)
 
 
 def _read(fd: int, buffer: Bytes, offset: int) -> None:

@@ -1,4 +1,9 @@
-"""Tensor names -> module paths and sides, and the pairs that they make."""
+"""Tensor names -> module paths and sides, and the pairs that they make.
+
+What is read: `<module>.lora_A.weight`, with the adapter's name between (`lora_A.default.weight`) or without `.weight`;
+`<module>.lora_embedding_A`; and `<experts>.lora_gate_and_up_A`, `<experts>.lora_down_A`, which name the parameter in
+the last segment and are read as pairs of `<experts>.gate_and_up_projs` and `<experts>.down_projs`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,10 @@ from epilora.errors import AdapterFormatError
 
 _PREFIX = "base_model.model."
 # One segment with the name of the adapter may stand between lora_A and weight.
-_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?\.weight")
+_NAME = re.compile(
+    r"(?P<module>.+)\.lora_(?:(?P<grouped>gate_and_up|down)_)?(?P<side>[AB])(?:(?:\.(?P<adapter>[^.]+))?\.weight)?"
+)
+_EMBEDDING_NAME = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?")
 _ALWAYS_REFUSED = (
     ("lora_magnitude_vector", "DoRA rescales the base weights by a trained magnitude"),
     ("lora_magnitude", "DoRA rescales the base weights by a trained magnitude"),
@@ -28,6 +36,13 @@ class Pair:
     """Path without the prefix of PEFT's wrappers; the name that rank_pattern and alpha_pattern match."""
     a: TensorEntry
     b: TensorEntry
+    is_embedding: bool = False
+    """True for lora_embedding_A [r, vocabulary] and lora_embedding_B [D, r]."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if neither half has elements: what some trainers write for a projection that the model lacks."""
+        return self.a.size_bytes == 0 and self.b.size_bytes == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +65,9 @@ def pair_tensors(tensors: Iterable[TensorEntry]) -> PairedTensors:
     halves: dict[str, dict[str, TensorEntry]] = {}
     others: list[TensorEntry] = []
     adapter_names: dict[str, str] = {}
+    embeddings: set[str] = set()
     for tensor in tensors:
-        match = _NAME.fullmatch(tensor.name)
+        match = _NAME.fullmatch(tensor.name) or _EMBEDDING_NAME.fullmatch(tensor.name)
         if match is None:
             _refuse_by_name(tensor)
             others.append(tensor)
@@ -59,6 +75,10 @@ def pair_tensors(tensors: Iterable[TensorEntry]) -> PairedTensors:
         if match["adapter"] is not None:
             adapter_names.setdefault(match["adapter"], tensor.name)
         module = match["module"].removeprefix(_PREFIX)
+        if match.re is _EMBEDDING_NAME:
+            embeddings.add(module)
+        elif match["grouped"] is not None:
+            module = f"{module}.{match['grouped']}_projs"
         other = halves.setdefault(module, {}).setdefault(match["side"], tensor)
         if other is not tensor:
             raise AdapterFormatError(
@@ -73,7 +93,10 @@ def pair_tensors(tensors: Iterable[TensorEntry]) -> PairedTensors:
             reason="MIXED_ADAPTER_NAMES",
         )
     _check_halves(halves)
-    pairs = tuple(Pair(module=module, a=sides["A"], b=sides["B"]) for module, sides in halves.items())
+    pairs = tuple(
+        Pair(module=module, a=sides["A"], b=sides["B"], is_embedding=module in embeddings)
+        for module, sides in halves.items()
+    )
     return PairedTensors(pairs=pairs, others=tuple(others))
 
 
@@ -111,10 +134,19 @@ def _check_halves(halves: dict[str, dict[str, TensorEntry]]) -> None:
             reason="MISSING_PAIR_HALF",
             metadata={"tensor": single[0]},
         )
-    empty = [tensor.name for sides in halves.values() for tensor in sides.values() if tensor.size_bytes == 0]
-    if empty:
-        raise AdapterFormatError(
-            f"{len(empty)} tensors have no elements: {named(empty)}; the trainer did not gather them before saving",
-            reason="EMPTY_TENSOR",
-            metadata={"tensor": empty[0]},
-        )
+    empty = [
+        [tensor.name for tensor in sides.values() if tensor.size_bytes == 0]
+        for sides in halves.values()
+        if any(tensor.size_bytes for tensor in sides.values())
+    ]
+    if names := [name for sides in empty for name in sides]:
+        raise empty_tensors(names)
+
+
+def empty_tensors(names: Sequence[str]) -> AdapterFormatError:
+    """The error of tensors without elements."""
+    return AdapterFormatError(
+        f"{len(names)} tensors have no elements: {named(names)}; the trainer did not gather them before saving",
+        reason="EMPTY_TENSOR",
+        metadata={"tensor": names[0]},
+    )

@@ -5,6 +5,7 @@ Legend: D, F: input and output widths of an expert's projections; r lora_rank of
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,18 @@ import numpy.typing as npt
 from epilora.adapters.safetensors_header import FLOAT_BYTES, TensorEntry
 from epilora.families import ModelFamily, Projection
 from epilora.model_spec import DenseModuleSpec, MoELayerSpec
+
+
+class ExpertLayout(enum.StrEnum):
+    """How a file holds the pairs of routed experts; docs/adapters.md shows the names and shapes."""
+
+    NONE = "none"
+    PER_EXPERT = "per_expert"
+    EXPERT_LISTS = "expert_lists"
+    TARGET_PARAMETERS = "target_parameters"
+    PACKED = "packed"
+    SHARED_OUTER = "shared_outer"
+    GROUPED = "grouped"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +56,8 @@ class AdapterTarget:
 class Region:
     """A matrix inside a tensor of the file.
 
-    Semantics: with the tensor as a 2D array S, matrix = S[row_begin:row_end, column_begin::column_step], transposed
-    if `transpose`.
+    Semantics: with the tensor as a 2D array S (all dimensions but the last are rows), matrix =
+    S[row_begin:row_end, column_begin::column_step], transposed if `transpose`.
     """
 
     tensor: TensorEntry
@@ -57,13 +70,19 @@ class Region:
     @classmethod
     def whole(cls, tensor: TensorEntry) -> Region:
         """The whole of a 2D tensor."""
-        return cls(tensor=tensor, row_begin=0, row_end=tensor.shape[0])
+        return cls(tensor=tensor, row_begin=0, row_end=tensor.num_rows)
+
+    @classmethod
+    def plane(cls, tensor: TensorEntry, index: int, *, transpose: bool = False) -> Region:
+        """Matrix `index` of a 3D tensor. Example: plane 2 of [4, 3, 8] is rows 6 to 8 of a [12, 8] matrix."""
+        rows = tensor.shape[1]
+        return cls(tensor=tensor, row_begin=index * rows, row_end=(index + 1) * rows, transpose=transpose)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Of the matrix."""
         rows = self.row_end - self.row_begin
-        columns = len(range(self.column_begin, self.tensor.shape[1], self.column_step))
+        columns = len(range(self.column_begin, self.tensor.num_columns, self.column_step))
         return (columns, rows) if self.transpose else (rows, columns)
 
     @property
@@ -93,14 +112,16 @@ class LoraPair:
 class NormalForm:
     """An adapter that was checked against a model."""
 
-    expert_layout: str
-    """ "per_expert", "target_parameters" or "none"."""
+    expert_layout: ExpertLayout
+    """A value of ExpertLayout."""
     experts: Mapping[tuple[int, Projection], Mapping[int, LoraPair]]
     """(layer, projection) -> logical expert -> pair, in order of layer."""
     dense: Mapping[str, LoraPair]
     """Module path -> pair, in order of the model's modules."""
     ignored: tuple[str, ...]
     """Tensors left out by allow_partial."""
+    absent: tuple[str, ...]
+    """Tensors without elements that stand for a projection which the family does not have."""
     rank_differences: tuple[str, ...]
     """Modules whose tensors have another lora_rank than the config says."""
     warnings: tuple[str, ...]

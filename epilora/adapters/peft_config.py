@@ -24,7 +24,6 @@ _NO_EFFECT = frozenset(
         "auto_mapping",
         "base_model_name_or_path",
         "corda_config",
-        "ensure_weight_tying",
         "eva_config",
         "exclude_modules",
         "inference_mode",
@@ -59,6 +58,7 @@ _HONOURED = frozenset(
         "init_lora_weights",
         "fan_in_fan_out",
         "bias",
+        "ensure_weight_tying",
     }
 )
 # What a truthy value of a field would mean, as the reason of a refusal.
@@ -94,6 +94,8 @@ class PeftConfig:
     """Recorded by the writer; empty if it recorded none."""
     base_model: str
     """base_model_name_or_path, for messages; may be empty."""
+    ties_embeddings: bool
+    """ensure_weight_tying."""
     warnings: tuple[str, ...]
 
     def scale_of(self, module: str, lora_rank: int) -> float:
@@ -145,6 +147,7 @@ def parse_peft_config(content: bytes) -> PeftConfig:
         target_parameters=_names(values, "target_parameters"),
         peft_version=_text(values, "peft_version"),
         base_model=_text(values, "base_model_name_or_path"),
+        ties_embeddings=_flag(values, "ensure_weight_tying"),
         warnings=tuple(warnings),
     )
 

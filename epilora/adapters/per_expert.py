@@ -1,7 +1,9 @@
-"""The per-expert layout: one pair of matrices for each expert and projection.
+"""The per-expert layouts: one pair of matrices for each expert and projection.
 
 Written by PEFT where experts are lists of linear maps (transformers 4), and by most other trainers:
-`...mlp.experts.7.gate_proj.lora_A.weight` [r, D], Mixtral `...block_sparse_moe.experts.7.w1...`.
+`...mlp.experts.7.gate_proj.lora_A.weight` [r, D], Mixtral `...block_sparse_moe.experts.7.w1...`. Where each projection
+is a list of its own (gpt-oss in 4 bits), the number comes last: `...mlp.experts.gate_up_projs.7...`; the rows of its B
+are in the model's own order.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 
 from epilora.adapters.checks import check_linear
 from epilora.adapters.keys import Pair
-from epilora.adapters.normal_form import AdapterTarget, LoraPair, Region
+from epilora.adapters.normal_form import AdapterTarget, ExpertLayout, LoraPair, Region
 from epilora.adapters.peft_config import PeftConfig
 from epilora.errors import AdapterFormatError
 from epilora.families import Projection
@@ -24,6 +26,10 @@ class ExpertModule:
     moe: MoELayerSpec
     expert: int
     projection: Projection
+    layout: ExpertLayout
+
+
+_LISTS = {"gate_up_projs": Projection.GATE_UP, "up_projs": Projection.UP, "down_projs": Projection.DOWN}
 
 
 def match_expert(module: str, target: AdapterTarget) -> ExpertModule | None:
@@ -32,11 +38,18 @@ def match_expert(module: str, target: AdapterTarget) -> ExpertModule | None:
     Raises:
         AdapterFormatError: EXPERT_OUT_OF_RANGE; an expert that the model does not have.
     """
-    experts_path, _, name = module.rpartition(".")
-    experts_path, _, number = experts_path.rpartition(".")
-    moe = target.moe_layers.get(experts_path)
-    projection = target.family.expert_projections.get(name)
-    if moe is None or projection is None or not (number.isascii() and number.isdecimal()):
+    path, _, last = module.rpartition(".")
+    path, _, middle = path.rpartition(".")
+    moe = target.moe_layers.get(path)
+    if moe is None:
+        return None
+    if middle in _LISTS and _LISTS[middle] in target.family.stacked_parameters.values():
+        number, projection, layout = last, _LISTS[middle], ExpertLayout.EXPERT_LISTS
+    elif last in target.family.expert_projections:
+        number, projection, layout = middle, target.family.expert_projections[last], ExpertLayout.PER_EXPERT
+    else:
+        return None
+    if not (number.isascii() and number.isdecimal()):
         return None
     # "07" would be a second name of expert 7: not something a trainer writes.
     if len(number) > 9 or str(int(number)) != number or int(number) >= moe.num_experts:
@@ -46,7 +59,7 @@ def match_expert(module: str, target: AdapterTarget) -> ExpertModule | None:
             reason="EXPERT_OUT_OF_RANGE",
             metadata={"module": module, "num_experts": moe.num_experts},
         )
-    return ExpertModule(moe=moe, expert=int(number), projection=projection)
+    return ExpertModule(moe=moe, expert=int(number), projection=projection, layout=layout)
 
 
 def features_of(moe: MoELayerSpec, projection: Projection) -> tuple[int, int]:

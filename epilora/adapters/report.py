@@ -18,7 +18,7 @@ def make_report(header: SafetensorsHeader, config: PeftConfig, form: NormalForm)
         expert_layout=form.expert_layout,
         producer=config.peft_version,
         num_tensors=len(header.tensors),
-        num_tensors_used=len(used),
+        num_tensors_used=len(used) + len(form.absent),
         ignored_tensors=form.ignored,
         expert_coverage=[
             types_pb2.ExpertCoverage(layer=layer, projection=projection.value, num_experts=len(by_expert))

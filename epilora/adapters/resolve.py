@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from epilora.adapters.checks import check_linear
-from epilora.adapters.keys import Pair, named, pair_tensors
-from epilora.adapters.normal_form import AdapterTarget, LoraPair, NormalForm, Region
+from epilora.adapters.keys import Pair, empty_tensors, named, pair_tensors
+from epilora.adapters.layout_hints import NO_HINTS, LayoutHints
+from epilora.adapters.normal_form import AdapterTarget, ExpertLayout, LoraPair, NormalForm, Region
+from epilora.adapters.packed import PackedModule, is_absent_gate, match_packed, rank_key, resolve_packed
 from epilora.adapters.peft_config import PeftConfig
 from epilora.adapters.per_expert import match_expert, resolve_expert_pair
 from epilora.adapters.safetensors_header import SafetensorsHeader, TensorEntry
@@ -17,6 +19,8 @@ from epilora.families import Projection
 from epilora.model_spec import DenseModuleSpec
 
 _Experts = dict[tuple[int, Projection], dict[int, LoraPair]]
+# Paths of a text model inside a multimodal wrapper, over the versions of transformers.
+_MULTIMODAL_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
 
 
 @dataclass(slots=True)
@@ -24,6 +28,10 @@ class _Found:
     """What the pairs of a file turned out to be."""
 
     experts: _Experts = field(default_factory=dict)
+    layouts: dict[ExpertLayout, str] = field(default_factory=dict)
+    """Layouts seen, and the first tensor of each."""
+    absent: list[str] = field(default_factory=list)
+    """Empty tensors that stand for a projection which the family does not have."""
     stacked: list[tuple[StackedModule, Pair]] = field(default_factory=list)
     dense: dict[str, LoraPair] = field(default_factory=dict)
     left_over: list[TensorEntry] = field(default_factory=list)
@@ -50,6 +58,7 @@ def resolve_adapter(
     *,
     max_lora_rank: int,
     allow_partial: bool = False,
+    hints: LayoutHints = NO_HINTS,
 ) -> NormalForm:
     """Finds what every tensor of an adapter is for.
 
@@ -59,6 +68,7 @@ def resolve_adapter(
         target: the model.
         max_lora_rank: largest lora_rank accepted.
         allow_partial: leave out tensors that fit nothing in this model, instead of refusing the adapter.
+        hints: what the caller says where the file is ambiguous.
 
     Raises:
         AdapterFormatError: see docs/adapters.md for the reasons.
@@ -69,19 +79,17 @@ def resolve_adapter(
         _place(pair, target, config, found)
     if found.left_over and not allow_partial:
         raise _unknown_tensors(found.left_over, len(header.tensors), config)
-    if found.stacked and found.experts:
-        raise AdapterFormatError(
-            f"the file has pairs for single experts and for stacked ones ({found.stacked[0][1].a.name})",
-            reason="MIXED_LAYOUTS",
-        )
+    layout = _one_layout(found.layouts)
     experts: Mapping[tuple[int, Projection], Mapping[int, LoraPair]] = (
-        resolve_stacked(found.stacked, target, config) if found.stacked else found.experts
+        resolve_stacked(found.stacked, target, config, hints) if found.stacked else found.experts
     )
+    _check_projections(experts, target)
     form = NormalForm(
-        expert_layout="target_parameters" if found.stacked else "per_expert" if found.experts else "none",
+        expert_layout=layout,
         experts=_sorted_experts(experts),
         dense={module: found.dense[module] for module in target.dense_modules if module in found.dense},
         ignored=tuple(sorted(tensor.name for tensor in found.left_over)),
+        absent=tuple(sorted(found.absent)),
         rank_differences=tuple(found.rank_differences),
         warnings=tuple(_warnings(config, target, found)),
     )
@@ -91,9 +99,15 @@ def resolve_adapter(
 
 def _place(pair: Pair, target: AdapterTarget, config: PeftConfig, found: _Found) -> None:
     module = _renamed(pair.module, target)
+    if pair.is_empty:
+        if not is_absent_gate(module, target):
+            raise empty_tensors([pair.a.name, pair.b.name])
+        found.absent += [pair.a.name, pair.b.name]
+        return
     expert = match_expert(module, target)
     if expert is not None:
         found.claim((expert.moe.layer, expert.projection, expert.expert), pair)
+        found.layouts.setdefault(expert.layout, pair.a.name)
         resolved = resolve_expert_pair(pair, expert, config)
         found.experts.setdefault((expert.moe.layer, expert.projection), {})[expert.expert] = resolved
         found.note_rank(pair.module, config.ranks.value_of(pair.module), resolved.lora_rank)
@@ -101,20 +115,68 @@ def _place(pair: Pair, target: AdapterTarget, config: PeftConfig, found: _Found)
     stacked = match_stacked(module, target)
     if stacked is not None:
         found.claim((stacked.moe.layer, stacked.depth), pair)
+        found.layouts.setdefault(ExpertLayout.TARGET_PARAMETERS, pair.a.name)
         found.stacked.append((stacked, pair))
         return
+    packed = match_packed(module, target)
+    if packed is not None:
+        _place_packed(pair, packed, target, config, found)
+        return
     dense = target.dense_modules.get(module)
-    if dense is None:
+    if dense is None or pair.is_embedding != (module == target.family.embedding_path):
         found.left_over += [pair.a, pair.b]
         return
     found.claim(module, pair)
     found.dense[module] = _dense_pair(pair, dense, config, found)
 
 
+def _place_packed(pair: Pair, packed: PackedModule, target: AdapterTarget, config: PeftConfig, found: _Found) -> None:
+    place = (packed.moe.layer, packed.projection)
+    found.claim(place, pair)
+    layout, pairs = resolve_packed(pair, packed, config, target.family)
+    # Sharing one side is a way to pack: a file may do so for some projections only.
+    if layout is ExpertLayout.SHARED_OUTER:
+        found.layouts.pop(ExpertLayout.PACKED, None)
+    elif layout is ExpertLayout.PACKED and ExpertLayout.SHARED_OUTER in found.layouts:
+        layout = ExpertLayout.SHARED_OUTER
+    found.layouts.setdefault(layout, pair.a.name)
+    found.experts[place] = dict(pairs)
+    found.note_rank(pair.module, config.ranks.value_of(rank_key(pair, packed, target.family)), pairs[0].lora_rank)
+
+
 def _renamed(module: str, target: AdapterTarget) -> str:
+    """The path in the module tree of the model that is served."""
+    root = target.family.layers_path.partition(".")[0]
+    for prefix in _MULTIMODAL_PREFIXES:
+        if module.startswith(prefix):
+            module = f"{root}.{module.removeprefix(prefix)}"
+            break
     for old, new in target.family.module_renames:
-        module = module.replace(f".{old}.", f".{new}.")
+        module = f".{module}.".replace(f".{old}.", f".{new}.")[1:-1]
     return module
+
+
+def _one_layout(layouts: Mapping[ExpertLayout, str]) -> ExpertLayout:
+    if len(layouts) > 1:
+        found = " and ".join(f"{layout} ({name})" for layout, name in layouts.items())
+        raise AdapterFormatError(
+            f"the file holds experts in more than one layout: {found}; save it in one", reason="MIXED_LAYOUTS"
+        )
+    return next(iter(layouts), ExpertLayout.NONE)
+
+
+def _check_projections(experts: Mapping[tuple[int, Projection], Mapping[int, LoraPair]], target: AdapterTarget) -> None:
+    """A pair of the whole first projection and one of a part of it would be two deltas of the same rows."""
+    for (layer, projection), by_expert in experts.items():
+        for part in (Projection.GATE, Projection.UP) if projection is Projection.GATE_UP else ():
+            both = sorted(by_expert.keys() & experts.get((layer, part), {}).keys())
+            if both:
+                pair = by_expert[both[0]]
+                raise AdapterFormatError(
+                    f"layer {layer}, expert {both[0]}: {pair.a.tensor.name} is for gate and up together, and there is "
+                    f"a pair for {part} alone, {experts[layer, part][both[0]].a.tensor.name}",
+                    reason="DUPLICATE_TENSOR",
+                )
 
 
 def _dense_pair(pair: Pair, dense: DenseModuleSpec, config: PeftConfig, found: _Found) -> LoraPair:
@@ -165,8 +227,14 @@ def _check_pairs(form: NormalForm, max_lora_rank: int, num_tensors: int) -> None
 def _unknown_tensors(left_over: Sequence[TensorEntry], num_tensors: int, config: PeftConfig) -> AdapterFormatError:
     base = f" The adapter was trained on {config.base_model!r}." if config.base_model else ""
     names = [tensor.name for tensor in left_over]
+    copies = (
+        " Tensors named base_layer.weight are copies of the base model's own, which PEFT saves with a pair for the "
+        "embedding or lm_head; they can be left out if training did not change them."
+        if any(name.endswith(".base_layer.weight") for name in names)
+        else ""
+    )
     return AdapterFormatError(
-        f"{len(names)} of {num_tensors} tensors fit nothing in this model: {named(names)}.{base} "
+        f"{len(names)} of {num_tensors} tensors fit nothing in this model: {named(names)}.{copies}{base} "
         "Set allow_partial to load the rest without them.",
         reason="UNKNOWN_TENSORS",
         field="source",
@@ -182,6 +250,15 @@ def _warnings(config: PeftConfig, target: AdapterTarget, found: _Found) -> list[
     stacked = [name for name in target.family.stacked_parameters if config.targets_parameter_named(name)]
     if stacked and not found.stacked:
         warnings.append(f"target_parameters names {named(stacked)}, but the file has no pair for stacked experts")
+    if found.absent:
+        warnings.append(f"{len(found.absent)} empty tensors stand for the gate that this model's experts do not have")
+    if config.ties_embeddings and any(module in found.dense for module in target.family.tied_paths):
+        raise AdapterFormatError(
+            "adapter_config.json: ensure_weight_tying is true: the pair of the embedding counts for lm_head, too; such "
+            "adapters are not supported",
+            reason="UNSUPPORTED_ADAPTER",
+            metadata={"config_field": "ensure_weight_tying"},
+        )
     if found.rank_differences:
         warnings.append(f"{len(found.rank_differences)} modules have another lora_rank than the config says")
     return warnings

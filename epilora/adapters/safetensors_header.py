@@ -36,6 +36,16 @@ class TensorEntry:
     """First byte in the file."""
     size_bytes: int
 
+    @property
+    def num_columns(self) -> int:
+        """Extent of the last dimension. Every tensor is read as a matrix: all dimensions before it are its rows."""
+        return self.shape[-1] if self.shape else 1
+
+    @property
+    def num_rows(self) -> int:
+        """Product of all dimensions but the last."""
+        return math.prod(self.shape[:-1])
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SafetensorsHeader:

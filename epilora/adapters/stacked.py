@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from epilora.adapters.checks import check_matrices, shape_error
 from epilora.adapters.keys import Pair
+from epilora.adapters.layout_hints import LayoutHints
 from epilora.adapters.normal_form import AdapterTarget, LoraPair, Region
 from epilora.adapters.peft_config import PeftConfig, parse_peft_version
 from epilora.adapters.per_expert import features_of
@@ -26,6 +27,7 @@ from epilora.families import ModelFamily, Projection
 from epilora.model_spec import MoELayerSpec
 
 _WRAPPER = ".base_layer"
+_SWAPPED = {True: "swapped", False: "not swapped"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,29 +57,34 @@ def match_stacked(module: str, target: AdapterTarget) -> StackedModule | None:
 
 
 def resolve_stacked(
-    found: Sequence[tuple[StackedModule, Pair]], target: AdapterTarget, config: PeftConfig
+    found: Sequence[tuple[StackedModule, Pair]], target: AdapterTarget, config: PeftConfig, hints: LayoutHints
 ) -> Mapping[tuple[int, Projection], Mapping[int, LoraPair]]:
     """The pairs of every expert of every layer.
 
+    Hints settle what names, shapes and the recorded version leave open; one that contradicts them is an error.
+
     Raises:
         AdapterFormatError: SHAPE_MISMATCH, RANK_MISMATCH, WRONG_EXPERT_COUNT, WRONG_PARAMETER_COUNT,
-            AMBIGUOUS_ORIENTATION, AMBIGUOUS_PARAMETER.
+            AMBIGUOUS_ORIENTATION, AMBIGUOUS_PARAMETER, BAD_LAYOUT_HINTS.
     """
     layers = _by_layer(found, config)
-    fits = {swapped: [_fitting(layer, target.family, config, swapped) for layer in layers] for swapped in (False, True)}
-    swapped = _orientation(layers, fits, target.family, config)
+    fits = {
+        swapped: [_fitting(layer, target.family, config, hints, swapped) for layer in layers]
+        for swapped in (False, True)
+    }
+    swapped = _orientation(layers, fits, target.family, config, hints)
     resolved: dict[tuple[int, Projection], Mapping[int, LoraPair]] = {}
     for layer, assignments in zip(layers, fits[swapped], strict=True):
         if len(assignments) > 1:
             raise AdapterFormatError(
                 f"{layer.pairs[0].a.name}: its shape fits more than one parameter of {layer.moe.module}; "
-                "name the parameters in target_parameters",
+                "name the parameters in target_parameters, or in layout_hints.stacked_parameters of the request",
                 reason="AMBIGUOUS_PARAMETER",
             )
         for parameter, pair in zip(assignments[0], layer.pairs, strict=True):
             projection = target.family.stacked_parameters[parameter]
             key = f"{pair.module.replace(_WRAPPER, '')}.{parameter}"
-            resolved[layer.moe.layer, projection] = _split(layer.moe, pair, key, config, swapped)
+            resolved[layer.moe.layer, projection] = _split(layer.moe, pair, key, config, hints, swapped)
     return resolved
 
 
@@ -93,9 +100,20 @@ def _by_layer(found: Sequence[tuple[StackedModule, Pair]], config: PeftConfig) -
     return layers
 
 
-def _fitting(layer: _LayerPairs, family: ModelFamily, config: PeftConfig, swapped: bool) -> list[tuple[str, ...]]:
+def _fitting(
+    layer: _LayerPairs, family: ModelFamily, config: PeftConfig, hints: LayoutHints, swapped: bool
+) -> list[tuple[str, ...]]:
     """Assignments of parameters to the layer's pairs that its shapes allow."""
     candidates = list(family.stacked_parameters)
+    if hints.stacked_parameters and not config.target_parameters:
+        candidates = [name for name in candidates if name in hints.stacked_parameters]
+        if len(candidates) != len(set(hints.stacked_parameters)):
+            raise AdapterFormatError(
+                f"layout_hints.stacked_parameters is {list(hints.stacked_parameters)}, expected names among "
+                f"{list(family.stacked_parameters)}",
+                reason="BAD_LAYOUT_HINTS",
+                field="layout_hints",
+            )
     if config.target_parameters:
         module = layer.pairs[-1].module.replace(_WRAPPER, "")
         candidates = [name for name in candidates if config.targets_parameter(f"{module}.{name}")]
@@ -125,20 +143,31 @@ def _orientation(
     fits: Mapping[bool, Sequence[Sequence[tuple[str, ...]]]],
     family: ModelFamily,
     config: PeftConfig,
+    hints: LayoutHints,
 ) -> bool:
     """True if in and out are swapped: one writer wrote all layers, so one answer must fit all of them."""
     possible = [swapped for swapped in (False, True) if all(fits[swapped])]
     if len(possible) == 1:
+        if hints.swapped not in (None, possible[0]):
+            raise AdapterFormatError(
+                f"layout_hints.orientation says that in and out are {_SWAPPED[hints.swapped]}, but the shapes of "
+                f"{layers[0].pairs[0].a.name} and the others show that they are {_SWAPPED[possible[0]]}",
+                reason="BAD_LAYOUT_HINTS",
+                field="layout_hints",
+            )
         return possible[0]
     if not possible:
         index = next((i for i in range(len(layers)) if not fits[False][i]), 0)
         raise _no_fit(layers[index], family, config)
+    if hints.swapped is not None:
+        return hints.swapped
     recorded = _swapped_by_version(config.peft_version, family)
     if recorded is None:
         raise AdapterFormatError(
             f"{layers[0].pairs[0].a.name}: for this model's sizes the shapes do not say whether in and out are "
             f"swapped, and the recorded peft_version {config.peft_version!r} does not either (releases below 0.19.1 "
-            "swap them); save the adapter again with PEFT 0.19.1 or later",
+            "swap them); say it in layout_hints.orientation of the request, or save the adapter again with PEFT 0.19.1 "
+            "or later",
             reason="AMBIGUOUS_ORIENTATION",
         )
     return recorded
@@ -164,14 +193,19 @@ def _no_fit(layer: _LayerPairs, family: ModelFamily, config: PeftConfig) -> Adap
     return shape_error(layer.pairs[0], expected, config)
 
 
-def _split(moe: MoELayerSpec, pair: Pair, key: str, config: PeftConfig, swapped: bool) -> Mapping[int, LoraPair]:
+def _split(  # noqa: PLR0917
+    moe: MoELayerSpec, pair: Pair, key: str, config: PeftConfig, hints: LayoutHints, swapped: bool
+) -> Mapping[int, LoraPair]:
     num_experts, rows = moe.num_experts, pair.a.shape[0]
     lora_rank = config.ranks.value_of(key)
+    if hints.expert_rank_from_shape and rows % num_experts == 0:
+        lora_rank = rows // num_experts
     if rows != num_experts * lora_rank:
         held = f"{rows // lora_rank} experts" if rows % lora_rank == 0 else "no whole number of experts"
         raise AdapterFormatError(
             f"{pair.a.name} has {rows} rows, which at lora_rank {lora_rank} are {held}; layer {moe.layer} has "
-            f"{num_experts} experts, expected {num_experts * lora_rank} rows",
+            f"{num_experts} experts, expected {num_experts * lora_rank} rows. If the file does hold all {num_experts} "
+            "experts, at another rank than the config says, set layout_hints.expert_rank_from_shape",
             reason="WRONG_EXPERT_COUNT",
             metadata={"rows": rows, "lora_rank": lora_rank, "num_experts": num_experts},
         )

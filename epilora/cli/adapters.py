@@ -12,6 +12,7 @@ from google.protobuf import duration_pb2
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from epilora.adapters.layout_hints import LayoutHints
 from epilora.cli.client import DEFAULT_ADDRESS, Address, Timeout, connected, console, error_console, format_bytes
 from epilora.v1 import adapter_service_pb2, adapter_service_pb2_grpc, types_pb2
 
@@ -27,11 +28,26 @@ def load(
     name: Annotated[str, typer.Argument(help="Name that requests will use.")],
     source: Annotated[str, typer.Argument(help="Directory with adapter_config.json and the weights.")],
     allow_partial: Annotated[bool, typer.Option(help="Accept tensors that fit nothing in the model.")] = False,
+    swapped: Annotated[
+        bool | None,
+        typer.Option("--swapped/--not-swapped", help="In and out of stacked experts, where the file does not say it."),
+    ] = None,
+    rank_from_shape: Annotated[
+        bool, typer.Option(help="Stacked experts are all of the model's, whatever rank the config has.")
+    ] = False,
+    parameter: Annotated[
+        list[str] | None, typer.Option(help="Stacked parameter that has a pair, where the config names none.")
+    ] = None,
     address: Address = DEFAULT_ADDRESS,
     timeout: Timeout = 600.0,
 ) -> None:
     """Loads an adapter, or reloads a name as a new generation."""
-    request = adapter_service_pb2.LoadAdapterRequest(name=name, source=source, allow_partial=allow_partial)
+    hints = LayoutHints(
+        swapped=swapped, expert_rank_from_shape=rank_from_shape, stacked_parameters=tuple(parameter or ())
+    )
+    request = adapter_service_pb2.LoadAdapterRequest(
+        name=name, source=source, allow_partial=allow_partial, layout_hints=hints.to_proto()
+    )
     with connected(address) as channel:
         stub = adapter_service_pb2_grpc.AdapterServiceStub(channel)
         with _progress() as progress:

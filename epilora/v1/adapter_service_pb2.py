@@ -26,7 +26,7 @@ from epilora.v1 import types_pb2 as epilora_dot_v1_dot_types__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n epilora/v1/adapter_service.proto\x12\nepilora.v1\x1a\x16\x65pilora/v1/types.proto\x1a\x1egoogle/protobuf/duration.proto\"I\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x15\n\rallow_partial\x18\x03 \x01(\x08\";\n\x13LoadAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.epilora.v1.Adapter\"V\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\rdrain_timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"L\n\x15UnloadAdapterResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\x12\x1e\n\x16num_requests_cancelled\x18\x02 \x01(\x05\"!\n\x11GetAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\":\n\x12GetAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.epilora.v1.Adapter\"e\n\x13ListAdaptersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.epilora.v1.AdapterState\"V\n\x14ListAdaptersResponse\x12%\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x13.epilora.v1.Adapter\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"#\n\x13WatchAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"e\n\x14WatchAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.epilora.v1.Adapter\x12\x12\n\nbytes_done\x18\x02 \x01(\x03\x12\x13\n\x0b\x62ytes_total\x18\x03 \x01(\x03\x32\xab\x03\n\x0e\x41\x64\x61pterService\x12N\n\x0bLoadAdapter\x12\x1e.epilora.v1.LoadAdapterRequest\x1a\x1f.epilora.v1.LoadAdapterResponse\x12T\n\rUnloadAdapter\x12 .epilora.v1.UnloadAdapterRequest\x1a!.epilora.v1.UnloadAdapterResponse\x12K\n\nGetAdapter\x12\x1d.epilora.v1.GetAdapterRequest\x1a\x1e.epilora.v1.GetAdapterResponse\x12Q\n\x0cListAdapters\x12\x1f.epilora.v1.ListAdaptersRequest\x1a .epilora.v1.ListAdaptersResponse\x12S\n\x0cWatchAdapter\x12\x1f.epilora.v1.WatchAdapterRequest\x1a .epilora.v1.WatchAdapterResponse0\x01\x42=\n\x0e\x64\x65v.epilora.v1B\x13\x41\x64\x61pterServiceProtoP\x01Z\x14\x65pilora/v1;epilorav1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n epilora/v1/adapter_service.proto\x12\nepilora.v1\x1a\x16\x65pilora/v1/types.proto\x1a\x1egoogle/protobuf/duration.proto\"x\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x15\n\rallow_partial\x18\x03 \x01(\x08\x12-\n\x0clayout_hints\x18\x04 \x01(\x0b\x32\x17.epilora.v1.LayoutHints\";\n\x13LoadAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.epilora.v1.Adapter\"V\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\rdrain_timeout\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"L\n\x15UnloadAdapterResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\x12\x1e\n\x16num_requests_cancelled\x18\x02 \x01(\x05\"!\n\x11GetAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\":\n\x12GetAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.epilora.v1.Adapter\"e\n\x13ListAdaptersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\'\n\x05state\x18\x03 \x01(\x0e\x32\x18.epilora.v1.AdapterState\"V\n\x14ListAdaptersResponse\x12%\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x13.epilora.v1.Adapter\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"#\n\x13WatchAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"e\n\x14WatchAdapterResponse\x12$\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x13.epilora.v1.Adapter\x12\x12\n\nbytes_done\x18\x02 \x01(\x03\x12\x13\n\x0b\x62ytes_total\x18\x03 \x01(\x03\x32\xab\x03\n\x0e\x41\x64\x61pterService\x12N\n\x0bLoadAdapter\x12\x1e.epilora.v1.LoadAdapterRequest\x1a\x1f.epilora.v1.LoadAdapterResponse\x12T\n\rUnloadAdapter\x12 .epilora.v1.UnloadAdapterRequest\x1a!.epilora.v1.UnloadAdapterResponse\x12K\n\nGetAdapter\x12\x1d.epilora.v1.GetAdapterRequest\x1a\x1e.epilora.v1.GetAdapterResponse\x12Q\n\x0cListAdapters\x12\x1f.epilora.v1.ListAdaptersRequest\x1a .epilora.v1.ListAdaptersResponse\x12S\n\x0cWatchAdapter\x12\x1f.epilora.v1.WatchAdapterRequest\x1a .epilora.v1.WatchAdapterResponse0\x01\x42=\n\x0e\x64\x65v.epilora.v1B\x13\x41\x64\x61pterServiceProtoP\x01Z\x14\x65pilora/v1;epilorav1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,25 +35,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\016dev.epilora.v1B\023AdapterServiceProtoP\001Z\024epilora/v1;epilorav1'
   _globals['_LOADADAPTERREQUEST']._serialized_start=104
-  _globals['_LOADADAPTERREQUEST']._serialized_end=177
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=179
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=238
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=240
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=326
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=328
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=404
-  _globals['_GETADAPTERREQUEST']._serialized_start=406
-  _globals['_GETADAPTERREQUEST']._serialized_end=439
-  _globals['_GETADAPTERRESPONSE']._serialized_start=441
-  _globals['_GETADAPTERRESPONSE']._serialized_end=499
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=501
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=602
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=604
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=690
-  _globals['_WATCHADAPTERREQUEST']._serialized_start=692
-  _globals['_WATCHADAPTERREQUEST']._serialized_end=727
-  _globals['_WATCHADAPTERRESPONSE']._serialized_start=729
-  _globals['_WATCHADAPTERRESPONSE']._serialized_end=830
-  _globals['_ADAPTERSERVICE']._serialized_start=833
-  _globals['_ADAPTERSERVICE']._serialized_end=1260
+  _globals['_LOADADAPTERREQUEST']._serialized_end=224
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=226
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=285
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=287
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=373
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=375
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=451
+  _globals['_GETADAPTERREQUEST']._serialized_start=453
+  _globals['_GETADAPTERREQUEST']._serialized_end=486
+  _globals['_GETADAPTERRESPONSE']._serialized_start=488
+  _globals['_GETADAPTERRESPONSE']._serialized_end=546
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=548
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=649
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=651
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=737
+  _globals['_WATCHADAPTERREQUEST']._serialized_start=739
+  _globals['_WATCHADAPTERREQUEST']._serialized_end=774
+  _globals['_WATCHADAPTERRESPONSE']._serialized_start=776
+  _globals['_WATCHADAPTERRESPONSE']._serialized_end=877
+  _globals['_ADAPTERSERVICE']._serialized_start=880
+  _globals['_ADAPTERSERVICE']._serialized_end=1307
 # @@protoc_insertion_point(module_scope)

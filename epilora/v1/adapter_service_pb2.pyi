@@ -11,14 +11,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LoadAdapterRequest(_message.Message):
-    __slots__ = ("name", "source", "allow_partial")
+    __slots__ = ("name", "source", "allow_partial", "layout_hints")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     ALLOW_PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_HINTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     source: str
     allow_partial: bool
-    def __init__(self, name: _Optional[str] = ..., source: _Optional[str] = ..., allow_partial: _Optional[bool] = ...) -> None: ...
+    layout_hints: _types_pb2.LayoutHints
+    def __init__(self, name: _Optional[str] = ..., source: _Optional[str] = ..., allow_partial: _Optional[bool] = ..., layout_hints: _Optional[_Union[_types_pb2.LayoutHints, _Mapping]] = ...) -> None: ...
 
 class LoadAdapterResponse(_message.Message):
     __slots__ = ("adapter",)

@@ -8,18 +8,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class BuildSlicesRequest(_message.Message):
-    __slots__ = ("source", "load_specs", "dense_modules", "allow_partial", "model_type")
+    __slots__ = ("source", "load_specs", "dense_modules", "allow_partial", "model_type", "layout_hints")
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     LOAD_SPECS_FIELD_NUMBER: _ClassVar[int]
     DENSE_MODULES_FIELD_NUMBER: _ClassVar[int]
     ALLOW_PARTIAL_FIELD_NUMBER: _ClassVar[int]
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_HINTS_FIELD_NUMBER: _ClassVar[int]
     source: str
     load_specs: _containers.RepeatedCompositeFieldContainer[_types_pb2.MoEEPLoadSpec]
     dense_modules: _containers.RepeatedCompositeFieldContainer[_types_pb2.DenseModule]
     allow_partial: bool
     model_type: str
-    def __init__(self, source: _Optional[str] = ..., load_specs: _Optional[_Iterable[_Union[_types_pb2.MoEEPLoadSpec, _Mapping]]] = ..., dense_modules: _Optional[_Iterable[_Union[_types_pb2.DenseModule, _Mapping]]] = ..., allow_partial: _Optional[bool] = ..., model_type: _Optional[str] = ...) -> None: ...
+    layout_hints: _types_pb2.LayoutHints
+    def __init__(self, source: _Optional[str] = ..., load_specs: _Optional[_Iterable[_Union[_types_pb2.MoEEPLoadSpec, _Mapping]]] = ..., dense_modules: _Optional[_Iterable[_Union[_types_pb2.DenseModule, _Mapping]]] = ..., allow_partial: _Optional[bool] = ..., model_type: _Optional[str] = ..., layout_hints: _Optional[_Union[_types_pb2.LayoutHints, _Mapping]] = ...) -> None: ...
 
 class BuildSlicesResponse(_message.Message):
     __slots__ = ("progress", "result")

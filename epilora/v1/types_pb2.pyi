@@ -29,6 +29,12 @@ class AdapterState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ADAPTER_STATE_FAILED: _ClassVar[AdapterState]
     ADAPTER_STATE_UNLOADED: _ClassVar[AdapterState]
 
+class ParameterOrientation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PARAMETER_ORIENTATION_UNSPECIFIED: _ClassVar[ParameterOrientation]
+    PARAMETER_ORIENTATION_PLAIN: _ClassVar[ParameterOrientation]
+    PARAMETER_ORIENTATION_SWAPPED: _ClassVar[ParameterOrientation]
+
 class GateUpLayout(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     GATE_UP_LAYOUT_UNSPECIFIED: _ClassVar[GateUpLayout]
@@ -48,6 +54,9 @@ ADAPTER_STATE_SERVING: AdapterState
 ADAPTER_STATE_DRAINING: AdapterState
 ADAPTER_STATE_FAILED: AdapterState
 ADAPTER_STATE_UNLOADED: AdapterState
+PARAMETER_ORIENTATION_UNSPECIFIED: ParameterOrientation
+PARAMETER_ORIENTATION_PLAIN: ParameterOrientation
+PARAMETER_ORIENTATION_SWAPPED: ParameterOrientation
 GATE_UP_LAYOUT_UNSPECIFIED: GateUpLayout
 GATE_UP_LAYOUT_CONCATENATED: GateUpLayout
 GATE_UP_LAYOUT_INTERLEAVED: GateUpLayout
@@ -132,6 +141,16 @@ class AdapterLoadReport(_message.Message):
     file_dtype: str
     rank_differences: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, expert_layout: _Optional[str] = ..., producer: _Optional[str] = ..., num_tensors: _Optional[int] = ..., num_tensors_used: _Optional[int] = ..., ignored_tensors: _Optional[_Iterable[str]] = ..., expert_coverage: _Optional[_Iterable[_Union[ExpertCoverage, _Mapping]]] = ..., dense_modules: _Optional[_Iterable[str]] = ..., warnings: _Optional[_Iterable[str]] = ..., file_bytes: _Optional[int] = ..., bytes_read: _Optional[int] = ..., cache_hit: _Optional[bool] = ..., min_lora_rank: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., file_dtype: _Optional[str] = ..., rank_differences: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class LayoutHints(_message.Message):
+    __slots__ = ("orientation", "expert_rank_from_shape", "stacked_parameters")
+    ORIENTATION_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_RANK_FROM_SHAPE_FIELD_NUMBER: _ClassVar[int]
+    STACKED_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    orientation: ParameterOrientation
+    expert_rank_from_shape: bool
+    stacked_parameters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, orientation: _Optional[_Union[ParameterOrientation, str]] = ..., expert_rank_from_shape: _Optional[bool] = ..., stacked_parameters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ExpertCoverage(_message.Message):
     __slots__ = ("layer", "projection", "num_experts")

@@ -187,15 +187,15 @@ async def test_partial_is_another_entry(setup: Setup) -> None:
     tensors = {
         f"{MODULE}.lora_A.weight": np.ones((3, 8), np.float32),
         f"{MODULE}.lora_B.weight": np.ones((8, 3), np.float32),
-        "base_model.model.lm_head.lora_A.weight": np.ones((3, 8), np.float32),
-        "base_model.model.lm_head.lora_B.weight": np.ones((64, 3), np.float32),
+        "base_model.model.score.lora_A.weight": np.ones((3, 8), np.float32),
+        "base_model.model.score.lora_B.weight": np.ones((64, 3), np.float32),
     }
     write_adapter(adapter, tensors)
     assert (await setup.error(adapter)).reason == "UNKNOWN_TENSORS"
     report = (await setup.loader.build(setup.request(adapter, allow_partial=True))).report
     assert list(report.ignored_tensors) == [
-        "base_model.model.lm_head.lora_A.weight",
-        "base_model.model.lm_head.lora_B.weight",
+        "base_model.model.score.lora_A.weight",
+        "base_model.model.score.lora_B.weight",
     ]
     assert (report.num_tensors, report.num_tensors_used) == (4, 2)
     await setup.loader.error(setup.request(adapter))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from epilora.adapters.layout_hints import NO_HINTS, LayoutHints
 from epilora.adapters.normal_form import AdapterTarget, LoraPair, NormalForm, Region
 from epilora.adapters.peft_config import parse_peft_config
 from epilora.adapters.resolve import resolve_adapter
@@ -36,7 +37,14 @@ def write_adapter(path: Path, tensors: Mapping[str, np.ndarray], **changes: Any)
     return path
 
 
-def resolve(path: Path, model: ModelSpec, *, max_lora_rank: int = 64, allow_partial: bool = False) -> NormalForm:
+def resolve(
+    path: Path,
+    model: ModelSpec,
+    *,
+    max_lora_rank: int = 64,
+    allow_partial: bool = False,
+    hints: LayoutHints = NO_HINTS,
+) -> NormalForm:
     """The normal form of an adapter's directory."""
     weights = (path / "adapter_model.safetensors").read_bytes()
     length = int.from_bytes(weights[:8], "little")
@@ -46,6 +54,7 @@ def resolve(path: Path, model: ModelSpec, *, max_lora_rank: int = 64, allow_part
         target_of(model),
         max_lora_rank=max_lora_rank,
         allow_partial=allow_partial,
+        hints=hints,
     )
 
 
@@ -62,7 +71,7 @@ class AdapterArrays:
             values = (np.frombuffer(raw, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
         else:
             values = np.frombuffer(raw, dtype={"F32": "<f4", "F16": "<f2"}[tensor.dtype])
-        matrix = region.view(values.reshape(tensor.shape)).astype(np.float64)
+        matrix = region.view(values.reshape(tensor.num_rows, tensor.num_columns)).astype(np.float64)
         assert matrix.shape == region.shape
         return matrix
 

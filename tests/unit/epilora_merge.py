@@ -29,7 +29,8 @@ def merged_model(directory: Path, adapter: Path) -> tuple[Any, NormalForm]:
     model = load_model(directory)
     modules = dict(model.named_modules())
     for module, pair in form.dense.items():
-        modules[module].weight += torch.from_numpy(arrays.delta(pair)).float()
+        delta = torch.from_numpy(arrays.delta(pair)).float()
+        modules[module].weight += delta.t() if isinstance(modules[module], torch.nn.Embedding) else delta
     layers = {layer.layer: layer for layer in spec.moe_layers}
     for (layer, projection), by_expert in form.experts.items():
         experts, inner = modules[layers[layer].module], layers[layer].intermediate_size

@@ -128,7 +128,7 @@ def test_every_family_has_a_variant_to_check() -> None:
     ("model_type", "changes"), [(family, changes) for family, variants in _VARIANTS.items() for changes in variants]
 )
 def test_spec_equals_the_module_tree_of_transformers(tmp_path: Path, model_type: str, changes: dict[str, Any]) -> None:
-    """Every linear map in the decoder layers, every router and every stacked expert parameter, by path and shape."""
+    """Every linear map and embedding, every router and every stacked expert parameter, by path and shape."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     options = {**TINY, **changes, "model_type": model_type}
@@ -146,8 +146,10 @@ def test_spec_equals_the_module_tree_of_transformers(tmp_path: Path, model_type:
     expected = {}
     moe_modules = {}
     for path, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and path.startswith("model.layers."):
+        if isinstance(module, torch.nn.Linear):
             expected[path] = (module.in_features, module.out_features)
+        elif isinstance(module, torch.nn.Embedding):
+            expected[path] = (module.num_embeddings, module.embedding_dim)
         elif path.endswith("mlp.gate"):
             expected[path] = (module.weight.shape[1], module.weight.shape[0])
         elif path.endswith("mlp.experts"):

@@ -223,7 +223,8 @@ def merge_adapter(model: PreTrainedModel, adapter: Adapter, spec: ModelSpec) -> 
     """Adds an adapter's deltas to transformers' own weights."""
     with torch.no_grad():
         for module, pair in adapter.dense.items():
-            model.get_submodule(module).weight += pair.delta
+            owner = model.get_submodule(module)
+            owner.weight += pair.delta.t() if isinstance(owner, torch.nn.Embedding) else pair.delta
         for (layer, projection, expert), pair in adapter.experts.items():
             moe = next(moe for moe in spec.moe_layers if moe.layer == layer)
             experts = model.get_submodule(moe.module)
