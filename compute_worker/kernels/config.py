@@ -1,0 +1,114 @@
+"""Tile shapes: which path and which blocks a step of T tokens uses on a layer shape.
+
+A configuration depends on the layer shape and the token bucket (the next power of two) alone, never on adapters: that
+is what keeps a base row's bits the same whatever shares its batch. `configs/<gpu>.json` holds what the autotuner
+(`benchmarks/kernels.py --tune`) measured; `rule` covers shapes and GPUs without a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from compute_worker.kernels.layout import MoEWeights
+
+_CONFIG_DIR = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GemmTile:
+    """Blocks of one expert GEMM."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    swap: bool = False
+    """Weights on the M side of the matrix product (for block_m = 16)."""
+    tma: bool = False
+    """Weights through a tensor descriptor; needs block_n to divide N."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEConfig:
+    """Everything that fixes the launches of one step."""
+
+    block_m: int
+    """Rows of a base tile."""
+    pair_block_m: int
+    """Rows of a pair tile (shrink, activation, grouped expand); at least 16."""
+    fused: bool
+    """True: shrinks first, deltas and activation in the GEMM epilogues. False: shrinks share the GEMM's launch,
+    deltas are added by the activation and by combine."""
+    gate_up: GemmTile
+    """In the fused path block_n counts gate columns; as many up columns sit beside them."""
+    down: GemmTile
+    expand_down: str = "combine"
+    """Where the down delta is added: combine (row by row) | grouped (its own launch, one pair tile a program) |
+    epilogue (of the down GEMM; the fused path's only choice)."""
+    block_f: int = 128
+    """Columns of an activation tile."""
+    block_d: int = 32
+    """Columns of a combine tile."""
+    shrink_block_k: int = 128
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> MoEConfig:
+        return cls(**{**values, "gate_up": GemmTile(**values["gate_up"]), "down": GemmTile(**values["down"])})
+
+
+def token_bucket(num_tokens: int) -> int:
+    """The next power of two: all steps of a bucket run the same configuration."""
+    return 1 << max(num_tokens - 1, 0).bit_length()
+
+
+def shape_key(weights: MoEWeights, top_k: int) -> str:
+    """Name of a layer shape in the config files."""
+    return f"e{weights.num_experts}_k{top_k}_d{weights.hidden_size}_f{weights.intermediate_size}"
+
+
+def rule(*, num_tokens: int, num_experts: int, top_k: int, gated: bool) -> MoEConfig:
+    """A configuration for a shape that nobody tuned, from the average rows per expert of the bucket."""
+    rows_per_expert = token_bucket(num_tokens) * top_k / num_experts
+    if rows_per_expert >= 128 and gated:
+        return MoEConfig(
+            block_m=128, pair_block_m=64, fused=True, expand_down="epilogue",
+            gate_up=GemmTile(block_n=64, block_k=64, num_warps=8, num_stages=4),
+            down=GemmTile(block_n=128, block_k=64, num_warps=8, num_stages=4), block_d=256,
+        )  # fmt: skip
+    block_m = 16 if rows_per_expert <= 24 else 64
+    tile = GemmTile(block_n=64, block_k=128, num_warps=4, num_stages=4)
+    return MoEConfig(
+        block_m=block_m, pair_block_m=16, fused=False, gate_up=tile, down=tile,
+        expand_down="combine" if rows_per_expert <= 24 else "grouped",
+        block_d=32 if num_tokens <= 256 else 128,
+    )  # fmt: skip
+
+
+@cache
+def _tuned(device_name: str) -> dict[str, dict[str, MoEConfig]]:
+    path = _CONFIG_DIR / f"{device_name.replace(' ', '_')}.json"
+    if not path.exists():
+        return {}
+    return {
+        shape: {bucket: MoEConfig.from_dict(values) for bucket, values in buckets.items()}
+        for shape, buckets in json.loads(path.read_text()).items()
+    }
+
+
+def choose_config(weights: MoEWeights, *, num_tokens: int, top_k: int, device_name: str) -> MoEConfig:
+    """The tuned configuration of (shape, token bucket) on this GPU, or else the rule's."""
+    buckets = _tuned(device_name).get(shape_key(weights, top_k), {})
+    tuned = buckets.get(str(token_bucket(num_tokens)))
+    if tuned is not None:
+        return tuned
+    return rule(
+        num_tokens=num_tokens, num_experts=weights.num_experts, top_k=top_k, gated=weights.activation.gated
+    )

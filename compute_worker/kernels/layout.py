@@ -1,0 +1,74 @@
+"""What the expert layer is given: base weights and the activation between its two GEMMs.
+
+Legend: T tokens, K experts per token, n = T * K rows, e local experts, D model dim, F expert dim, R lora rank.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+
+class Activation(enum.IntEnum):
+    """What happens between the gate/up GEMM and the down GEMM; the integer value is a kernel constant."""
+
+    SILU_GATED = 0
+    """silu(gate) * up: Qwen, DeepSeek, Mixtral and most others."""
+    CLAMPED_SWIGLU = 1
+    """(up + 1) * gate * sigmoid(alpha * gate) with both sides clamped: gpt-oss."""
+    SILU = 2
+    """silu(x), no gate."""
+    RELU2 = 3
+    """relu(x) squared, no gate."""
+
+    @property
+    def gated(self) -> bool:
+        return self in (Activation.SILU_GATED, Activation.CLAMPED_SWIGLU)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoEWeights:
+    """Base weights of one expert layer on this device; slot s of the first dim is local expert s."""
+
+    gate_up_eND: torch.Tensor
+    """[e, 2F, D] (gated) or [e, F, D]; contiguous, float16, bfloat16 or float32."""
+    down_eDF: torch.Tensor
+    """[e, D, F], contiguous, same dtype and device."""
+    interleaved: bool = False
+    """True: gate and up rows alternate (gpt-oss). False: F gate rows, then F up rows."""
+    activation: Activation = Activation.SILU_GATED
+    swiglu_alpha: float = 1.702
+    """Only CLAMPED_SWIGLU: the factor inside the sigmoid."""
+    swiglu_limit: float = 7.0
+    """Only CLAMPED_SWIGLU: gate <= limit, -limit <= up <= limit."""
+
+    def __post_init__(self) -> None:
+        e, n, d = self.gate_up_eND.shape
+        f = n // 2 if self.activation.gated else n
+        if tuple(self.down_eDF.shape) != (e, d, f) or (self.activation.gated and n % 2):
+            raise ValueError(
+                f"down weights: expected shape {(e, d, f)} beside gate_up {(e, n, d)}, got {tuple(self.down_eDF.shape)}"
+            )
+        if d % 16 or f % 16:
+            raise ValueError(f"model dim and expert dim must be multiples of 16 (16-byte loads), got D={d}, F={f}")
+        if self.down_eDF.dtype != self.gate_up_eND.dtype or self.down_eDF.device != self.gate_up_eND.device:
+            raise ValueError(
+                f"gate_up is {self.gate_up_eND.dtype} on {self.gate_up_eND.device}, "
+                f"down is {self.down_eDF.dtype} on {self.down_eDF.device}: expected the same"
+            )
+        if not (self.gate_up_eND.is_contiguous() and self.down_eDF.is_contiguous()):
+            raise ValueError("expert weights must be contiguous")
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up_eND.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.gate_up_eND.shape[2]
+
+    @property
+    def intermediate_size(self) -> int:
+        return self.down_eDF.shape[2]

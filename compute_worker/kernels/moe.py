@@ -1,0 +1,267 @@
+"""The expert layer with LoRA: route, two GEMMs, activation, combine; every launch shape is known on the host.
+
+Split path (decode; at most six launches):
+    route | gate/up GEMM + A shrinks | activation + B | down GEMM + A shrink | [grouped down B] | combine + B
+Fused path (prefill):
+    route | A shrinks | gate/up GEMM + B + activation | A shrink | down GEMM + B | combine
+
+Legend: T tokens, K experts per token, n = T * K rows, e local experts, D model dim, F expert dim, R lora rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from compute_worker.kernels.activation import activation_kernel
+from compute_worker.kernels.adapter_table import AdapterTable, TablePointers
+from compute_worker.kernels.combine import combine_kernel, expand_down_kernel
+from compute_worker.kernels.config import GemmTile, MoEConfig, choose_config
+from compute_worker.kernels.gemm import expert_gemm_kernel, gate_up_act_kernel, shrink_kernel
+from compute_worker.kernels.layout import MoEWeights
+from compute_worker.kernels.route import Route, build_route, max_base_tiles, max_pair_tiles
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """What all launches of one call share."""
+
+    x_TD: torch.Tensor
+    topk_expert_TK: torch.Tensor
+    topk_weight_TK: torch.Tensor
+    adapter_slot_T: torch.Tensor
+    weights: MoEWeights
+    table: AdapterTable | None
+    config: MoEConfig
+    route: Route
+    num_rows: int
+    base_tiles: int
+    pair_tiles: int
+
+    @property
+    def slots_1(self) -> int:
+        return (self.table.num_slots if self.table else 0) + 1
+
+    @property
+    def pointers(self) -> Any:
+        """The table's tensors; the route stands in where no kernel reads them."""
+        return self.table.pointers if self.table else TablePointers(*([self.route.header] * 4))
+
+    @property
+    def block_r(self) -> int:
+        """Lora ranks per step of a rank loop: from the table's limit, which outlives the adapters in it."""
+        return min(64, max(16, triton.next_power_of_2(self.table.max_lora_rank))) if self.table else 16
+
+    @property
+    def s_stride(self) -> int:
+        return triton.cdiv(self.table.max_lora_rank, 16) * 16 if self.table else 16
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.x_TD.dtype, device=self.x_TD.device)
+
+    def shrunk(self, num_proj: int) -> torch.Tensor:
+        return self.empty(num_proj, self.num_rows, self.s_stride) if self.table else self.x_TD
+
+
+def moe(
+    x_TD: torch.Tensor,
+    topk_expert_TK: torch.Tensor,
+    topk_weight_TK: torch.Tensor,
+    adapter_slot_T: torch.Tensor,
+    weights: MoEWeights,
+    adapter_table: AdapterTable | None = None,
+    *,
+    config: MoEConfig | None = None,
+) -> torch.Tensor:
+    """One expert layer over this rank's local experts, with each token's own adapter.
+
+    Semantics: y[t] = sum over k of weight[t, k] * expert(topk_expert[t, k], adapter_slot[t])(x[t]).
+
+    x_TD: [T, D], the weights' dtype. topk_expert_TK: int32 or int64 [T, K], local slot ids, -1 where the expert lives
+    elsewhere (that row adds nothing). topk_weight_TK: float [T, K]. adapter_slot_T: int32 or int64 [T], -1 for the base
+    model; a slot that adapter_table does not have answers NaN, never the base model. All contiguous, on one device.
+    Returns y [T, D] in x's dtype; sums are fp32, the gate/up result and the expert outputs are rounded to x's dtype.
+    Never waits for the device; allocates its scratch from the current stream's pool, so it may run under capture.
+    """
+    _check(x_TD, topk_expert_TK, topk_weight_TK, adapter_slot_T, weights, adapter_table)
+    num_tokens, top_k = topk_expert_TK.shape
+    if num_tokens == 0:
+        return torch.empty_like(x_TD)
+    if config is None:
+        config = choose_config(weights, num_tokens=num_tokens, top_k=top_k, device_name=_device_name(x_TD.device))
+    num_slots = adapter_table.num_slots if adapter_table else 0
+    e, n = weights.num_experts, num_tokens * top_k
+    route = build_route(
+        topk_expert_TK, adapter_slot_T, num_experts=e, num_slots=num_slots, block_m=config.block_m,
+        pair_block_m=config.pair_block_m,
+    )  # fmt: skip
+    step = _Step(
+        x_TD=x_TD, topk_expert_TK=topk_expert_TK, topk_weight_TK=topk_weight_TK, adapter_slot_T=adapter_slot_T,
+        weights=weights, table=adapter_table, config=config, route=route, num_rows=n,
+        base_tiles=max_base_tiles(n, e, config.block_m),
+        pair_tiles=max_pair_tiles(n, e, num_slots, config.pair_block_m),
+    )  # fmt: skip
+    act_nF = _gate_up_fused(step, top_k) if config.fused else _gate_up_split(step, top_k)
+    y_nD, down_s = _down(step, act_nF)
+    return _combine(step, y_nD, down_s)
+
+
+def _gate_up_split(step: _Step, top_k: int) -> torch.Tensor:
+    """act [n, F]: GEMM with the shrinks in its grid, then activation with the expands."""
+    w, table = step.weights, step.table
+    f, config = w.intermediate_size, step.config
+    gated = w.activation.gated
+    gate_up = step.empty(step.num_rows, w.gate_up_eND.shape[1])
+    s = step.shrunk(2)
+    first_proj, num_proj = (0, 2) if gated else (1, 1)
+    # Without a gate the only column is `up`; its shrink result then takes the place of the second site.
+    s_gemm = s if gated or table is None else s[1]
+    _gemm(step, step.x_TD, w.gate_up_eND, gate_up, s_gemm, config.gate_up, top_k, first_proj, num_proj)
+    act = step.empty(step.num_rows, f)
+    activation_kernel[(triton.cdiv(f, config.block_f), step.pair_tiles)](
+        gate_up, act, s, step.route, step.pointers, w.num_experts, step.slots_1, step.num_rows, step.s_stride,
+        w.swiglu_alpha, w.swiglu_limit, F=f, GATED=gated, INTERLEAVED=w.interleaved, ACTIVATION=int(w.activation),
+        HAS_LORA=table is not None, BLOCK_M=config.pair_block_m, BLOCK_F=config.block_f, BLOCK_R=step.block_r,
+        num_warps=4,
+    )  # fmt: skip
+    return act
+
+
+def _gate_up_fused(step: _Step, top_k: int) -> torch.Tensor:
+    """act [n, F]: shrinks alone, then one GEMM whose epilogue expands and activates."""
+    w, config, tile = step.weights, step.config, step.config.gate_up
+    if not w.activation.gated:
+        raise ValueError(f"the fused path needs a gated activation, got {w.activation.name}: use a split configuration")
+    s = step.shrunk(2)
+    if step.table is not None:
+        _shrink(step, step.x_TD, s, top_k, 0, 2)
+    f, d = w.intermediate_size, w.hidden_size
+    act = step.empty(step.num_rows, f)
+    tma = tile.tma and not w.interleaved and f % tile.block_n == 0
+    gate_up_act_kernel[(step.base_tiles * triton.cdiv(f, tile.block_n),)](
+        step.x_TD, _weight(w.gate_up_eND, tile, tma), act, s, step.route, step.pointers, w.num_experts, step.slots_1,
+        step.num_rows, step.s_stride, w.swiglu_alpha, w.swiglu_limit, F=f, K=d, TOP_K=top_k,
+        INTERLEAVED=w.interleaved, ACTIVATION=int(w.activation), HAS_LORA=step.table is not None,
+        BLOCK_M=config.block_m, BLOCK_F=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages, USE_TMA=tma,
+        BLOCK_R=step.block_r, num_warps=tile.num_warps,
+    )  # fmt: skip
+    return act
+
+
+def _down(step: _Step, act_nF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y [n, D] by position, shrink results that combine still has to expand)."""
+    w, config = step.weights, step.config
+    y = step.empty(step.num_rows, w.hidden_size)
+    s = step.shrunk(1)
+    if step.table is None:
+        _gemm(step, act_nF, w.down_eDF, y, s, config.down, 0, 2, 0)
+    elif config.expand_down == "epilogue":
+        _shrink(step, act_nF, s, 0, 2, 1)
+        _gemm(step, act_nF, w.down_eDF, y, s, config.down, 0, 2, 0, expand_proj=2)
+    else:
+        _gemm(step, act_nF, w.down_eDF, y, s, config.down, 0, 2, 1)
+        if config.expand_down == "grouped":
+            block_d = min(128, triton.next_power_of_2(w.hidden_size))
+            expand_down_kernel[(triton.cdiv(w.hidden_size, block_d), step.pair_tiles)](
+                y, s, step.route, step.pointers, w.num_experts, step.slots_1, step.s_stride, D=w.hidden_size,
+                BLOCK_M=config.pair_block_m, BLOCK_D=block_d, BLOCK_R=step.block_r, num_warps=4,
+            )  # fmt: skip
+    return y, s
+
+
+def _combine(step: _Step, y_nD: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    w, config = step.weights, step.config
+    num_tokens, top_k = step.topk_expert_TK.shape
+    y_TD = torch.empty_like(step.x_TD)
+    combine_kernel[(num_tokens, triton.cdiv(w.hidden_size, config.block_d))](
+        y_nD, step.topk_expert_TK, step.topk_weight_TK, step.adapter_slot_T, y_TD, s, step.route.row_pos,
+        step.pointers, w.num_experts, step.slots_1 - 1, step.s_stride, D=w.hidden_size, TOP_K=top_k,
+        K_PAD=triton.next_power_of_2(top_k), HAS_LORA=step.table is not None and config.expand_down == "combine",
+        BLOCK_D=config.block_d, BLOCK_R=16, num_warps=4,
+    )  # fmt: skip
+    return y_TD
+
+
+def _gemm(
+    step: _Step,
+    x: torch.Tensor,
+    weight_eNK: torch.Tensor,
+    out: torch.Tensor,
+    s: torch.Tensor,
+    tile: GemmTile,
+    top_k: int,
+    shrink_proj: int,
+    num_proj: int,
+    expand_proj: int = -1,
+) -> None:
+    """Launch expert_gemm_kernel; shrinks (num_proj > 0) and the expand (expand_proj >= 0) need a table."""
+    _, n, k = weight_eNK.shape
+    num_proj = num_proj if step.table is not None else 0
+    num_shrink = step.pair_tiles * num_proj
+    tma = tile.tma and n % tile.block_n == 0
+    expert_gemm_kernel[(num_shrink + step.base_tiles * triton.cdiv(n, tile.block_n),)](
+        x, _weight(weight_eNK, tile, tma), out, s, step.route, step.pointers, num_shrink, step.weights.num_experts,
+        step.slots_1, step.num_rows, step.s_stride, N=n, K=k, TOP_K=top_k, SHRINK_PROJ=shrink_proj, NUM_PROJ=num_proj,
+        EXPAND_PROJ=expand_proj, BLOCK_M=step.config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        STAGES=tile.num_stages, SWAP=tile.swap, USE_TMA=tma, PAIR_BLOCK_M=step.config.pair_block_m,
+        SHRINK_BLOCK_K=step.config.shrink_block_k, BLOCK_R=step.block_r, num_warps=tile.num_warps,
+    )  # fmt: skip
+
+
+def _shrink(step: _Step, x: torch.Tensor, s: torch.Tensor, top_k: int, first_proj: int, num_proj: int) -> None:
+    shrink_kernel[(step.pair_tiles * num_proj,)](
+        x, s, step.route, step.pointers, step.weights.num_experts, step.slots_1, step.num_rows, step.s_stride,
+        K=x.shape[1], TOP_K=top_k, FIRST_PROJ=first_proj, NUM_PROJ=num_proj, PAIR_BLOCK_M=step.config.pair_block_m,
+        BLOCK_K=step.config.shrink_block_k, BLOCK_R=step.block_r, STAGES=4, num_warps=4,
+    )  # fmt: skip
+
+
+def _weight(weight_eNK: torch.Tensor, tile: GemmTile, tma: bool) -> Any:
+    """The weights as a pointer or as a 2-d tensor descriptor over all experts' rows."""
+    if not tma:
+        return weight_eNK
+    e, n, k = weight_eNK.shape
+    return TensorDescriptor(weight_eNK, [e * n, k], [k, 1], [tile.block_n, tile.block_k])
+
+
+@cache
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _check(
+    x_TD: torch.Tensor,
+    topk_expert_TK: torch.Tensor,
+    topk_weight_TK: torch.Tensor,
+    adapter_slot_T: torch.Tensor,
+    weights: MoEWeights,
+    table: AdapterTable | None,
+) -> None:
+    t = x_TD.shape[0]
+    if x_TD.dim() != 2 or x_TD.shape[1] != weights.hidden_size or x_TD.dtype != weights.gate_up_eND.dtype:
+        raise ValueError(
+            f"x: expected [T, {weights.hidden_size}] of {weights.gate_up_eND.dtype}, got {tuple(x_TD.shape)} of {x_TD.dtype}"
+        )
+    if topk_expert_TK.dim() != 2 or topk_expert_TK.shape[0] != t or topk_weight_TK.shape != topk_expert_TK.shape:
+        raise ValueError(
+            f"top-k: expected ids and weights [{t}, K], got {tuple(topk_expert_TK.shape)} and {tuple(topk_weight_TK.shape)}"
+        )
+    if adapter_slot_T.shape != (t,):
+        raise ValueError(f"adapter_slot_T: expected [{t}], got {tuple(adapter_slot_T.shape)}")
+    for name, tensor in (("x", x_TD), ("topk_expert", topk_expert_TK), ("topk_weight", topk_weight_TK),
+                         ("adapter_slot", adapter_slot_T)):  # fmt: skip
+        if not tensor.is_contiguous() or tensor.device != weights.gate_up_eND.device:
+            raise ValueError(f"{name} must be contiguous on {weights.gate_up_eND.device}, got {tensor.device}")
+    if table is not None:
+        expected = (weights.num_experts, weights.hidden_size, weights.intermediate_size, weights.interleaved, x_TD.dtype,
+                    weights.activation.gated)  # fmt: skip
+        got = (table.num_experts, table.hidden_size, table.intermediate_size, table.interleaved, table.dtype, table.gated)
+        if got != expected:
+            raise ValueError(
+                f"adapter table is for (experts, D, F, interleaved, dtype, gated) {got}, the weights are {expected}"
+            )

@@ -1,0 +1,199 @@
+"""The whole expert layer against its fp32 reference, both paths, every kind of row and adapter."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from compute_worker.kernels import Activation, GemmTile, MoEConfig, moe, moe_reference
+from tests.kernels.cases import (
+    DEVICE,
+    DTYPE,
+    TOLERANCE,
+    Shape,
+    make_adapter,
+    make_batch,
+    make_table,
+    make_weights,
+    relative_error,
+)
+
+_TILE = GemmTile(block_n=32, block_k=32, num_warps=4, num_stages=2)
+SPLIT = MoEConfig(block_m=16, pair_block_m=16, fused=False, gate_up=_TILE, down=_TILE, block_f=32, block_d=32,
+                  shrink_block_k=32)  # fmt: skip
+CONFIGS = {
+    "split": SPLIT,
+    "split_swapped": dataclasses.replace(
+        SPLIT, gate_up=dataclasses.replace(_TILE, block_n=64, swap=True), down=dataclasses.replace(_TILE, swap=True)
+    ),
+    "grouped": dataclasses.replace(SPLIT, block_m=32, expand_down="grouped"),
+    "fused": dataclasses.replace(SPLIT, block_m=32, fused=True, expand_down="epilogue"),
+}
+FULL = {"gate": [16] * 4, "up": [16] * 4, "down": [16] * 4}
+MIXED = {"gate": [1, 3, 8, 16], "up": [64, 0, 1, 3], "down": [3, 64, 16, 8]}
+SHARED_A = {"gate_up": [8, 1, 16, 3], "down": [16, 3, 8, 1]}
+ADAPTERS = {0: (FULL, 1), 1: (MIXED, 2), 3: (SHARED_A, 3), 4: ({"down": [0, 5, 0, 2]}, 4), 5: ({"up": [7, 0, 0, 9]}, 5)}
+
+
+def _run(shape, batch, config, adapters=ADAPTERS, num_slots=8, **kwargs):
+    weights = make_weights(shape)
+    built = {slot: make_adapter(shape, ranks, seed=seed) for slot, (ranks, seed) in adapters.items()}
+    table = make_table(shape, built, num_slots, **kwargs)
+    return moe(*batch, weights, table, config=config), moe_reference(*batch, weights, built)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("num_tokens", [1, 13])
+def test_mixed_adapters_match_reference(name, num_tokens):
+    """Ranks 1 to 64, shared A, single projections, absent experts, base rows and unused slots in one batch."""
+    shape = Shape()
+    batch = make_batch(shape, num_tokens, [1, -1, 0, 3, 4, 5])
+    got, expected = _run(shape, batch, CONFIGS[name])
+    assert relative_error(got, expected) < TOLERANCE
+    base = batch[3] == -1
+    assert not base.any() or relative_error(got[base], expected[base]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_base_rows_are_bit_equal_whatever_adapters_share_the_batch(name):
+    shape = Shape()
+    x, expert, weight, slot = make_batch(shape, 9, [-1, 0, 1])
+    weights = make_weights(shape)
+    adapter = make_adapter(shape, FULL)
+    poisoned = make_adapter(shape, MIXED, seed=2)
+    for piece in poisoned.values():
+        piece.b.fill_(float("nan"))
+    table = make_table(shape, {0: adapter, 1: poisoned}, 2)
+    mixed = moe(x, expert, weight, slot, weights, table, config=CONFIGS[name])
+    alone = moe(x, expert, weight, torch.full_like(slot, -1), weights, None, config=CONFIGS[name])
+    base = slot == -1
+    assert torch.equal(mixed[base], alone[base])
+    assert torch.isfinite(mixed[slot == 0]).all()
+    assert torch.isnan(mixed[slot == 1]).any()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_all_rows_on_one_expert_and_experts_without_rows(name):
+    shape = Shape(top_k=1)
+    x, expert, weight, slot = make_batch(shape, 37, [0, 0, 1, -1])
+    got, expected = _run(shape, (x, torch.full_like(expert, 2), weight, slot), CONFIGS[name])
+    assert relative_error(got, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["split", "fused"])
+def test_remote_rows_add_nothing(name):
+    """-1 anywhere: in some k of a token, and in all of them (that token's answer is zero)."""
+    shape = Shape()
+    x, expert, weight, slot = make_batch(shape, 7, [0, 1, -1])
+    expert[0, 0] = expert[3, 1] = -1
+    expert[4] = -1
+    got, expected = _run(shape, (x, expert, weight, slot), CONFIGS[name])
+    assert relative_error(got, expected) < TOLERANCE
+    assert torch.equal(got[4], torch.zeros_like(got[4]))
+
+
+def test_only_remote_rows_and_zero_tokens():
+    shape = Shape()
+    x, expert, weight, slot = make_batch(shape, 3, [0, -1])
+    got, _ = _run(shape, (x, torch.full_like(expert, -1), weight, slot), SPLIT)
+    assert torch.equal(got, torch.zeros_like(x))
+    none = (x[:0], expert[:0], weight[:0], slot[:0])
+    assert moe(*none, make_weights(shape)).shape == (0, shape.hidden_size)
+
+
+@pytest.mark.parametrize("name", ["split", "fused"])
+@pytest.mark.parametrize("activation", list(Activation))
+def test_activations_and_interleaved_rows(name, activation):
+    shape = Shape(activation=activation, interleaved=activation == Activation.CLAMPED_SWIGLU)
+    batch = make_batch(shape, 5, [0, 1, -1])
+    ranks = SHARED_A if activation.gated else {"up": [8, 1, 16, 3], "down": [16, 3, 8, 1]}
+    separate = {"gate": [4] * 4, "up": [8] * 4} if activation.gated else {"up": [3] * 4}
+    if name == "fused" and not activation.gated:
+        with pytest.raises(ValueError, match="gated activation"):
+            _run(shape, batch, CONFIGS[name], {0: (ranks, 1)})
+        return
+    got, expected = _run(shape, batch, CONFIGS[name], {0: (ranks, 1), 1: (separate, 2)})
+    assert relative_error(got, expected) < TOLERANCE
+
+
+def test_ranks_over_one_rank_block_and_uneven_blocks():
+    """Rank 200 takes several rank blocks; D and F that no block divides take masked loads."""
+    shape = Shape(hidden_size=80, intermediate_size=48, num_experts=2)
+    ranks = {"gate": [200, 96], "up": [96, 200], "down": [200, 100]}
+    for config in (SPLIT, CONFIGS["fused"]):
+        got, expected = _run(shape, make_batch(shape, 5, [0, -1]), config, {0: (ranks, 1)}, 1, max_lora_rank=200)
+        assert relative_error(got, expected) < TOLERANCE
+
+
+def test_unknown_slot_answers_nan():
+    shape = Shape()
+    x, expert, weight, slot = make_batch(shape, 3, [-1, 2, 0])
+    got, _ = _run(shape, (x, expert, weight, slot), SPLIT, {0: (FULL, 1)}, num_slots=2)
+    assert torch.isnan(got[1]).all()
+    assert torch.isfinite(got[[0, 2]]).all()
+
+
+def test_slots_change_in_place():
+    """The same table object serves another adapter, then none, without new launch arguments."""
+    shape = Shape()
+    batch = make_batch(shape, 4, [0])
+    weights = make_weights(shape)
+    first, second = (make_adapter(shape, FULL, seed=s) for s in (1, 2))
+    table = make_table(shape, {0: first}, 1)
+    for adapters in ({0: first}, {0: second}, {}):
+        if adapters:
+            table.set_slot(0, adapters[0])
+        else:
+            table.clear_slot(0)
+        got = moe(*batch, weights, table, config=SPLIT)
+        assert relative_error(got, moe_reference(*batch, weights, adapters)) < TOLERANCE
+
+
+def test_half_precision_and_chosen_config():
+    shape, dtype = Shape(), torch.float16
+    batch = make_batch(shape, 4, [0, -1], dtype=dtype)
+    weights = make_weights(shape, dtype=dtype)
+    adapter = make_adapter(shape, FULL, dtype=dtype)
+    got = moe(*batch, weights, make_table(shape, {0: adapter}, 1, dtype=dtype))
+    assert got.dtype == dtype
+    assert relative_error(got, moe_reference(*batch, weights, {0: adapter})) < 5e-3
+
+
+def test_wrong_arguments_are_named():
+    shape = Shape()
+    x, expert, weight, slot = make_batch(shape, 2, [0])
+    weights = make_weights(shape)
+    with pytest.raises(ValueError, match="adapter_slot_T: expected"):
+        moe(x, expert, weight, slot[:1], weights)
+    with pytest.raises(ValueError, match="x: expected"):
+        moe(x[:, :16].contiguous(), expert, weight, slot, weights)
+    with pytest.raises(ValueError, match="adapter table is for"):
+        moe(x, expert, weight, slot, weights, make_table(Shape(num_experts=3), {}, 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_graph_replay_sees_new_adapters_and_routing(name):
+    shape = Shape(hidden_size=128, intermediate_size=64)
+    batch = make_batch(shape, 16, [0, 1, -1])
+    weights = make_weights(shape)
+    built = {s: make_adapter(shape, FULL, seed=s + 1) for s in (0, 1)}
+    table = make_table(shape, built, 2)
+    moe(*batch, weights, table, config=CONFIGS[name])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe(*batch, weights, table, config=CONFIGS[name])
+    for seed in (5, 6):
+        new = {0: make_adapter(shape, MIXED, seed=seed), 1: make_adapter(shape, FULL, seed=seed + 10)}
+        for slot, adapter in new.items():
+            table.set_slot(slot, adapter)
+        for target, source in zip(batch, make_batch(shape, 16, [1, -1, 0], seed=seed), strict=True):
+            target.copy_(source)
+        graph.replay()
+        first = out.clone()
+        assert relative_error(first, moe_reference(*batch, weights, new)) < TOLERANCE
+        graph.replay()
+        assert torch.equal(out, first)
+    assert batch[0].dtype == DTYPE

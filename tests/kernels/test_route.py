@@ -1,0 +1,64 @@
+"""The sort and its tiles against a plain stable sort, for both the one-launch and the counting path."""
+
+import pytest
+import torch
+
+from compute_worker.kernels import route as route_module
+from compute_worker.kernels.route import build_route
+from tests.kernels.cases import DEVICE
+
+
+def _check(expert_TK, slot_T, num_experts, num_slots, block_m, pair_block_m):
+    route = build_route(expert_TK, slot_T, num_experts=num_experts, num_slots=num_slots, block_m=block_m,
+                        pair_block_m=pair_block_m)  # fmt: skip
+    top_k = expert_TK.shape[1]
+    rows = [(e * (num_slots + 1) + int(slot_T[i // top_k]) + 1, i) for i, e in enumerate(expert_TK.flatten().tolist())]
+    order = sorted(r for r, e in zip(rows, expert_TK.flatten().tolist(), strict=True) if e >= 0)
+    bins = [b for b, _ in order]
+    got_rows = route.sorted_row[: len(order)].tolist()
+    assert [dict((i, b) for b, i in order)[r] for r in got_rows] == bins
+    assert sorted(got_rows) == sorted(i for _, i in order)
+    assert route.row_bin[: len(order)].tolist() == bins
+    pos = route.row_pos.tolist()
+    assert all(pos[r] == p for p, r in enumerate(got_rows))
+    assert all(pos[i] == -1 for i in set(range(len(rows))) - set(got_rows))
+    for p, b in enumerate(bins):
+        assert int(route.pair_end[p]) == max(q for q, other in enumerate(bins) if other == b) + 1
+
+    def cut(keys, size):
+        tiles, p = [], 0
+        while p < len(keys):
+            count = 1
+            while count < size and p + count < len(keys) and keys[p + count] == keys[p]:
+                count += 1
+            tiles.append((keys[p], p, count))
+            p += count
+        return tiles
+
+    num_tiles, num_pairs = route.header.tolist()
+    base = zip(route.tile_expert.tolist(), route.tile_start.tolist(), route.tile_count.tolist(), strict=True)
+    assert list(base)[:num_tiles] == cut([b // (num_slots + 1) for b in bins], block_m)
+    pairs = zip(route.pair_bin.tolist(), route.pair_start.tolist(), route.pair_count.tolist(), strict=True)
+    assert [t for t in list(pairs)[:num_pairs] if t[2] > 0] == cut(bins, pair_block_m)
+
+
+@pytest.mark.parametrize("small_rows", [2048, 0], ids=["one_launch", "counting"])
+@pytest.mark.parametrize("tokens, experts, slots", [(1, 3, 0), (5, 2, 1), (40, 5, 3), (70, 2, 2)])
+def test_route_matches_a_stable_sort(monkeypatch, small_rows, tokens, experts, slots):
+    monkeypatch.setattr(route_module, "SMALL_ROWS", small_rows)
+    g = torch.Generator().manual_seed(tokens)
+    expert = torch.randint(-1, experts, (tokens, 2), generator=g).to(torch.int32).to(DEVICE)
+    slot = torch.randint(-1, slots, (tokens,), generator=g).to(torch.int32).to(DEVICE)
+    _check(expert, slot, experts, slots, block_m=16, pair_block_m=16)
+
+
+@pytest.mark.parametrize("small_rows", [2048, 0], ids=["one_launch", "counting"])
+def test_example_of_the_module(monkeypatch, small_rows):
+    monkeypatch.setattr(route_module, "SMALL_ROWS", small_rows)
+    expert = torch.tensor([[1], [0], [1], [1]], dtype=torch.int32, device=DEVICE)
+    slot = torch.tensor([0, -1, -1, 0], dtype=torch.int32, device=DEVICE)
+    route = build_route(expert, slot, num_experts=2, num_slots=2, block_m=2, pair_block_m=2)
+    assert route.row_bin.tolist() == [0, 3, 4, 4]
+    assert route.row_pos[:3].tolist() in ([2, 0, 1], [3, 0, 1])
+    assert route.tile_start[:3].tolist() == [0, 1, 3]
+    assert route.tile_count[:3].tolist() == [1, 2, 1]
