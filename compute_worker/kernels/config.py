@@ -31,6 +31,8 @@ class GemmTile:
     """Weights on the M side of the matrix product (for block_m = 16)."""
     tma: bool = False
     """Weights through a tensor descriptor; needs block_n to divide N."""
+    n_fastest: bool = False
+    """Programs that run together take the same rows of x rather than the same weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +54,15 @@ class MoEConfig:
     epilogue (of the down GEMM; the fused path's only choice)."""
     block_f: int = 128
     """Columns of an activation tile."""
-    block_d: int = 32
-    """Columns of a combine tile."""
+    act_warps: int = 4
+    """Warps of an activation program."""
+    block_d: int = 128
+    """Columns of a combine tile that also expands."""
+    combine_warps: int = 4
+    """Warps of such a combine program."""
     shrink_block_k: int = 128
+    pdl: bool = False
+    """Programmatic dependent launch: each kernel launches while the one before it drains."""
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -81,14 +89,13 @@ def rule(*, num_tokens: int, num_experts: int, top_k: int, gated: bool) -> MoECo
         return MoEConfig(
             block_m=128, pair_block_m=64, fused=True, expand_down="epilogue",
             gate_up=GemmTile(block_n=64, block_k=64, num_warps=8, num_stages=4),
-            down=GemmTile(block_n=128, block_k=64, num_warps=8, num_stages=4), block_d=256,
+            down=GemmTile(block_n=128, block_k=64, num_warps=8, num_stages=4),
         )  # fmt: skip
     block_m = 16 if rows_per_expert <= 24 else 64
     tile = GemmTile(block_n=64, block_k=128, num_warps=4, num_stages=4)
     return MoEConfig(
         block_m=block_m, pair_block_m=16, fused=False, gate_up=tile, down=tile,
         expand_down="combine" if rows_per_expert <= 24 else "grouped",
-        block_d=32 if num_tokens <= 256 else 128,
     )  # fmt: skip
 
 
@@ -104,11 +111,12 @@ def _tuned(device_name: str) -> dict[str, dict[str, MoEConfig]]:
 
 
 def choose_config(weights: MoEWeights, *, num_tokens: int, top_k: int, device_name: str) -> MoEConfig:
-    """The tuned configuration of (shape, token bucket) on this GPU, or else the rule's."""
+    """The tuned configuration of (shape, token bucket) on this GPU, or else, for a shape nobody tuned, the rule's."""
     buckets = _tuned(device_name).get(shape_key(weights, top_k), {})
-    tuned = buckets.get(str(token_bucket(num_tokens)))
-    if tuned is not None:
-        return tuned
+    if buckets:
+        # Buckets between tuned ones take the nearest, the larger of two equally near.
+        wanted = token_bucket(num_tokens).bit_length()
+        return buckets[min(buckets, key=lambda b: (abs(int(b).bit_length() - wanted), -int(b)))]
     return rule(
         num_tokens=num_tokens, num_experts=weights.num_experts, top_k=top_k, gated=weights.activation.gated
     )

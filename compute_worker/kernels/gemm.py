@@ -6,8 +6,8 @@ rows but other weights, so their bytes share the memory stream of the base weigh
 `gate_up_act_kernel` computes gate and up columns side by side, adds their deltas and stores only the activation.
 `shrink_kernel` is the shrink alone, for the fused path, where it must finish before the GEMM starts.
 
-Base results do not depend on adapters: the K order of every sum is fixed by the tile shape, and a delta is added with
-tl.where, so not even a NaN of another adapter reaches a row.
+Base results do not depend on adapters: the K order of every sum is fixed by the tile shape, and the shrink results of
+other rows are masked to zero before they meet an adapter's B.
 """
 
 from __future__ import annotations
@@ -16,15 +16,25 @@ import triton
 import triton.language as tl
 
 from compute_worker.kernels.activation import activate
-from compute_worker.kernels.lora import expand, shrink_tile
+from compute_worker.kernels.lora import expand, shrink_tile, wait_for_previous
 
 
 @triton.jit
-def _base_tile(route, index, NUM_N_BLOCKS: tl.constexpr):
-    """(is there a tile, tile, n block): all tiles of one n block are neighbours, so tiles of one expert share W in L2."""
-    num_tiles = tl.maximum(tl.load(route.header), 1)
-    valid = (index < num_tiles * NUM_N_BLOCKS) & (tl.load(route.header) > 0)
-    return valid, index % num_tiles, index // num_tiles
+def _base_tile(route, index, NUM_N_BLOCKS: tl.constexpr, N_FASTEST: tl.constexpr):
+    """(is there a tile, tile, n block) of a program.
+
+    N_FASTEST: programs that run together share rows of x; else (all tiles of one n block are neighbours) they share
+    weights where an expert has several tiles. Either way the programs without a tile come last.
+    """
+    num_tiles = tl.load(route.header)
+    valid = index < num_tiles * NUM_N_BLOCKS
+    if N_FASTEST:
+        tile = index // NUM_N_BLOCKS
+        n_block = index % NUM_N_BLOCKS
+    else:
+        n_block = index // tl.maximum(num_tiles, 1)
+        tile = index - n_block * num_tiles
+    return valid, tile, n_block
 
 
 @triton.jit
@@ -39,9 +49,11 @@ def _gathered_row(route, pos, row_mask, TOP_K: tl.constexpr):
 
 @triton.jit
 def _add_segments(acc, start, count, n, n_mask, proj: tl.constexpr, s_ptr, route, table, num_experts, slots_1,
-                  num_rows, s_stride, B_STEP: tl.constexpr, FIRST_PROJ: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                  num_rows, s_stride, B_STEP: tl.constexpr, FIRST_PROJ: tl.constexpr, BLOCK_M: tl.constexpr,
                   BLOCK_R: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    """Add each adapter segment's delta of column FIRST_PROJ + proj to its rows of acc [BLOCK_M, BLOCK_N].
+    """Add each adapter segment's delta of column FIRST_PROJ + proj to its rows of acc.
+
+    Other rows get exact zeros added: their shrink results are masked, and adapters are finite (the pool refuses others).
 
     B_STEP: rows of B from one column to the next where gate and up share a pair.
     """
@@ -65,9 +77,8 @@ def _add_segments(acc, start, count, n, n_mask, proj: tl.constexpr, s_ptr, route
                 pos = start + m
                 mask = (pos >= first) & (pos < last)
                 s_row = (site * num_rows + pos).to(tl.int64) * s_stride
-                delta = expand(s_ptr + s_row, mask, tl.load(table.b_address + record), n, step, n_mask, lora_rank,
-                               BLOCK_M, BLOCK_N, BLOCK_R, DTYPE)  # fmt: skip
-                acc = tl.where(mask[:, None], acc + delta * tl.load(table.scale + record), acc)
+                acc = expand(acc, s_ptr + s_row, mask, tl.load(table.b_address + record), n, step, n_mask, lora_rank,
+                             BLOCK_R, DTYPE)  # fmt: skip
         first = last
     return acc
 
@@ -77,20 +88,21 @@ def expert_gemm_kernel(x_ptr, w, out_ptr, s_ptr, route, table, num_shrink, num_e
                        N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, SHRINK_PROJ: tl.constexpr,
                        NUM_PROJ: tl.constexpr, EXPAND_PROJ: tl.constexpr, BLOCK_M: tl.constexpr,
                        BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr,
-                       USE_TMA: tl.constexpr, PAIR_BLOCK_M: tl.constexpr, SHRINK_BLOCK_K: tl.constexpr,
-                       BLOCK_R: tl.constexpr):  # fmt: skip
+                       USE_TMA: tl.constexpr, N_FASTEST: tl.constexpr, PAIR_BLOCK_M: tl.constexpr,
+                       SHRINK_BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program: a shrink tile if its id is below num_shrink, else one BLOCK_M x BLOCK_N base tile.
 
     NUM_PROJ: shrink columns, from SHRINK_PROJ on (0: none). EXPAND_PROJ: table column whose delta the epilogue adds
     (-1: none). SWAP: weights as the M side of the product, so that 16 rows still use the wide matrix instructions.
     """
+    wait_for_previous(PDL)
     pid = tl.program_id(0)
     if pid < num_shrink:
         if NUM_PROJ > 0:
             shrink_tile(pid // NUM_PROJ, pid % NUM_PROJ, x_ptr, s_ptr, route, table, num_experts, slots_1, num_rows,
                         s_stride, K, TOP_K, SHRINK_PROJ, PAIR_BLOCK_M, SHRINK_BLOCK_K, BLOCK_R, STAGES)  # fmt: skip
     else:
-        valid, tile, n_block = _base_tile(route, pid - num_shrink, (N + BLOCK_N - 1) // BLOCK_N)
+        valid, tile, n_block = _base_tile(route, pid - num_shrink, (N + BLOCK_N - 1) // BLOCK_N, N_FASTEST)
         if valid:
             expert = tl.load(route.tile_expert + tile)
             start = tl.load(route.tile_start + tile)
@@ -127,7 +139,7 @@ def expert_gemm_kernel(x_ptr, w, out_ptr, s_ptr, route, table, num_shrink, num_e
                 acc = tl.trans(acc)
             if EXPAND_PROJ >= 0:
                 acc = _add_segments(acc, start, count, n, n_mask, 0, s_ptr, route, table, num_experts, slots_1,
-                                    num_rows, s_stride, 1, EXPAND_PROJ, BLOCK_M, BLOCK_N, BLOCK_R,
+                                    num_rows, s_stride, 1, EXPAND_PROJ, BLOCK_M, BLOCK_R,
                                     x_ptr.dtype.element_ty)  # fmt: skip
             out_ptrs = out_ptr + pos.to(tl.int64)[:, None] * N + n[None, :]
             tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
@@ -138,9 +150,10 @@ def gate_up_act_kernel(x_ptr, w, act_ptr, s_ptr, route, table, num_experts, slot
                        F: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, INTERLEAVED: tl.constexpr,
                        ACTIVATION: tl.constexpr, HAS_LORA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
                        BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_TMA: tl.constexpr,
-                       BLOCK_R: tl.constexpr):  # fmt: skip
+                       N_FASTEST: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """act[pos] = activation(gate, up) of one BLOCK_M x BLOCK_F tile; gate and up never reach memory."""
-    valid, tile, f_block = _base_tile(route, tl.program_id(0), (F + BLOCK_F - 1) // BLOCK_F)
+    wait_for_previous(PDL)
+    valid, tile, f_block = _base_tile(route, tl.program_id(0), (F + BLOCK_F - 1) // BLOCK_F, N_FASTEST)
     if valid:
         expert = tl.load(route.tile_expert + tile)
         start = tl.load(route.tile_start + tile)
@@ -180,9 +193,9 @@ def gate_up_act_kernel(x_ptr, w, act_ptr, s_ptr, route, table, num_experts, slot
         if HAS_LORA:
             B_STEP: tl.constexpr = 2 if INTERLEAVED else 1
             gate = _add_segments(gate, start, count, f, f_mask, 0, s_ptr, route, table, num_experts, slots_1,
-                                 num_rows, s_stride, B_STEP, 0, BLOCK_M, BLOCK_F, BLOCK_R, x_ptr.dtype.element_ty)  # fmt: skip
+                                 num_rows, s_stride, B_STEP, 0, BLOCK_M, BLOCK_R, x_ptr.dtype.element_ty)  # fmt: skip
             up = _add_segments(up, start, count, f, f_mask, 1, s_ptr, route, table, num_experts, slots_1,
-                               num_rows, s_stride, B_STEP, 0, BLOCK_M, BLOCK_F, BLOCK_R, x_ptr.dtype.element_ty)  # fmt: skip
+                               num_rows, s_stride, B_STEP, 0, BLOCK_M, BLOCK_R, x_ptr.dtype.element_ty)  # fmt: skip
         act = activate(gate, up, alpha, limit, ACTIVATION)
         act_ptrs = act_ptr + pos.to(tl.int64)[:, None] * F + f[None, :]
         tl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=row_mask[:, None] & f_mask[None, :])
@@ -191,9 +204,9 @@ def gate_up_act_kernel(x_ptr, w, act_ptr, s_ptr, route, table, num_experts, slot
 @triton.jit(do_not_specialize=["num_experts", "slots_1", "num_rows"])
 def shrink_kernel(x_ptr, s_ptr, route, table, num_experts, slots_1, num_rows, s_stride, K: tl.constexpr,
                   TOP_K: tl.constexpr, FIRST_PROJ: tl.constexpr, NUM_PROJ: tl.constexpr, PAIR_BLOCK_M: tl.constexpr,
-                  BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+                  BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """The shrink tiles alone: s[proj, pos] = x[row] @ A[slot, expert, FIRST_PROJ + proj]^T."""
+    wait_for_previous(PDL)
     pid = tl.program_id(0)
-    if pid // NUM_PROJ < tl.load(route.header + 1):
-        shrink_tile(pid // NUM_PROJ, pid % NUM_PROJ, x_ptr, s_ptr, route, table, num_experts, slots_1, num_rows,
-                    s_stride, K, TOP_K, FIRST_PROJ, PAIR_BLOCK_M, BLOCK_K, BLOCK_R, STAGES)  # fmt: skip
+    shrink_tile(pid // NUM_PROJ, pid % NUM_PROJ, x_ptr, s_ptr, route, table, num_experts, slots_1, num_rows, s_stride, K,
+                TOP_K, FIRST_PROJ, PAIR_BLOCK_M, BLOCK_K, BLOCK_R, STAGES)  # fmt: skip

@@ -61,6 +61,10 @@ class _Step:
     def s_stride(self) -> int:
         return triton.cdiv(self.table.max_lora_rank, 16) * 16 if self.table else 16
 
+    @property
+    def pdl(self) -> dict[str, bool]:
+        return {"PDL": self.config.pdl, "launch_pdl": self.config.pdl}
+
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.x_TD.dtype, device=self.x_TD.device)
 
@@ -98,7 +102,7 @@ def moe(
     e, n = weights.num_experts, num_tokens * top_k
     route = build_route(
         topk_expert_TK, adapter_slot_T, num_experts=e, num_slots=num_slots, block_m=config.block_m,
-        pair_block_m=config.pair_block_m,
+        pair_block_m=config.pair_block_m, pdl=config.pdl,
     )  # fmt: skip
     step = _Step(
         x_TD=x_TD, topk_expert_TK=topk_expert_TK, topk_weight_TK=topk_weight_TK, adapter_slot_T=adapter_slot_T,
@@ -127,7 +131,7 @@ def _gate_up_split(step: _Step, top_k: int) -> torch.Tensor:
         gate_up, act, s, step.route, step.pointers, w.num_experts, step.slots_1, step.num_rows, step.s_stride,
         w.swiglu_alpha, w.swiglu_limit, F=f, GATED=gated, INTERLEAVED=w.interleaved, ACTIVATION=int(w.activation),
         HAS_LORA=table is not None, BLOCK_M=config.pair_block_m, BLOCK_F=config.block_f, BLOCK_R=step.block_r,
-        num_warps=4,
+        num_warps=config.act_warps, **step.pdl,
     )  # fmt: skip
     return act
 
@@ -148,7 +152,7 @@ def _gate_up_fused(step: _Step, top_k: int) -> torch.Tensor:
         step.num_rows, step.s_stride, w.swiglu_alpha, w.swiglu_limit, F=f, K=d, TOP_K=top_k,
         INTERLEAVED=w.interleaved, ACTIVATION=int(w.activation), HAS_LORA=step.table is not None,
         BLOCK_M=config.block_m, BLOCK_F=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages, USE_TMA=tma,
-        BLOCK_R=step.block_r, num_warps=tile.num_warps,
+        N_FASTEST=tile.n_fastest, BLOCK_R=step.block_r, num_warps=tile.num_warps, **step.pdl,
     )  # fmt: skip
     return act
 
@@ -169,7 +173,7 @@ def _down(step: _Step, act_nF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
             block_d = min(128, triton.next_power_of_2(w.hidden_size))
             expand_down_kernel[(triton.cdiv(w.hidden_size, block_d), step.pair_tiles)](
                 y, s, step.route, step.pointers, w.num_experts, step.slots_1, step.s_stride, D=w.hidden_size,
-                BLOCK_M=config.pair_block_m, BLOCK_D=block_d, BLOCK_R=step.block_r, num_warps=4,
+                BLOCK_M=config.pair_block_m, BLOCK_D=block_d, BLOCK_R=step.block_r, num_warps=4, **step.pdl,
             )  # fmt: skip
     return y, s
 
@@ -177,12 +181,14 @@ def _down(step: _Step, act_nF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 def _combine(step: _Step, y_nD: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     w, config = step.weights, step.config
     num_tokens, top_k = step.topk_expert_TK.shape
+    expands = step.table is not None and config.expand_down == "combine"
+    # A plain sum wants long rows; with expands the tile of B is BLOCK_D x 16 for each k.
+    block_d = config.block_d if expands else min(1024, triton.next_power_of_2(w.hidden_size))
     y_TD = torch.empty_like(step.x_TD)
-    combine_kernel[(num_tokens, triton.cdiv(w.hidden_size, config.block_d))](
+    combine_kernel[(num_tokens, triton.cdiv(w.hidden_size, block_d))](
         y_nD, step.topk_expert_TK, step.topk_weight_TK, step.adapter_slot_T, y_TD, s, step.route.row_pos,
-        step.pointers, w.num_experts, step.slots_1 - 1, step.s_stride, D=w.hidden_size, TOP_K=top_k,
-        K_PAD=triton.next_power_of_2(top_k), HAS_LORA=step.table is not None and config.expand_down == "combine",
-        BLOCK_D=config.block_d, BLOCK_R=16, num_warps=4,
+        step.pointers, w.num_experts, step.slots_1 - 1, step.s_stride, D=w.hidden_size, TOP_K=top_k, HAS_LORA=expands,
+        BLOCK_D=block_d, BLOCK_R=16, num_warps=config.combine_warps if expands else 4, **step.pdl,
     )  # fmt: skip
     return y_TD
 
@@ -208,8 +214,9 @@ def _gemm(
         x, _weight(weight_eNK, tile, tma), out, s, step.route, step.pointers, num_shrink, step.weights.num_experts,
         step.slots_1, step.num_rows, step.s_stride, N=n, K=k, TOP_K=top_k, SHRINK_PROJ=shrink_proj, NUM_PROJ=num_proj,
         EXPAND_PROJ=expand_proj, BLOCK_M=step.config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        STAGES=tile.num_stages, SWAP=tile.swap, USE_TMA=tma, PAIR_BLOCK_M=step.config.pair_block_m,
-        SHRINK_BLOCK_K=step.config.shrink_block_k, BLOCK_R=step.block_r, num_warps=tile.num_warps,
+        STAGES=tile.num_stages, SWAP=tile.swap, USE_TMA=tma, N_FASTEST=tile.n_fastest,
+        PAIR_BLOCK_M=step.config.pair_block_m, SHRINK_BLOCK_K=step.config.shrink_block_k, BLOCK_R=step.block_r,
+        num_warps=tile.num_warps, **step.pdl,
     )  # fmt: skip
 
 
@@ -217,7 +224,7 @@ def _shrink(step: _Step, x: torch.Tensor, s: torch.Tensor, top_k: int, first_pro
     shrink_kernel[(step.pair_tiles * num_proj,)](
         x, s, step.route, step.pointers, step.weights.num_experts, step.slots_1, step.num_rows, step.s_stride,
         K=x.shape[1], TOP_K=top_k, FIRST_PROJ=first_proj, NUM_PROJ=num_proj, PAIR_BLOCK_M=step.config.pair_block_m,
-        BLOCK_K=step.config.shrink_block_k, BLOCK_R=step.block_r, STAGES=4, num_warps=4,
+        BLOCK_K=step.config.shrink_block_k, BLOCK_R=step.block_r, STAGES=4, num_warps=4, **step.pdl,
     )  # fmt: skip
 
 

@@ -22,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
+from compute_worker.kernels.lora import wait_for_previous
+
 SMALL_ROWS = 2048
 
 
@@ -49,12 +51,13 @@ class Route(NamedTuple):
 
 @triton.jit
 def _row_bin(expert_ptr, slot_ptr, row, in_range, num_experts, slots_1, TOP_K: tl.constexpr):
-    """Bin of each row; num_experts * slots_1 for a remote or out-of-range one."""
+    """(expert, bin) of each row; (num_experts, num_experts * slots_1) for a remote or out-of-range one."""
     expert = tl.load(expert_ptr + row, mask=in_range, other=-1).to(tl.int32)
     slot = tl.load(slot_ptr + row // TOP_K, mask=in_range, other=-1).to(tl.int32)
     slot = tl.where(slot < slots_1 - 1, slot, -1)  # no such slot: combine answers NaN
     local = (expert >= 0) & (expert < num_experts)
-    return tl.where(local, expert * slots_1 + slot + 1, num_experts * slots_1)
+    expert = tl.where(local, expert, num_experts)
+    return expert, expert * slots_1 + tl.where(local, slot + 1, 0)
 
 
 @triton.jit
@@ -75,35 +78,37 @@ def _write_rows(route, row, pos, bin_id, rank_in_bin, bin_count, expert_start, t
 @triton.jit(do_not_specialize=["num_rows", "num_experts", "slots_1"])
 def route_small_kernel(expert_ptr, slot_ptr, route, num_rows, num_experts, slots_1, TOP_K: tl.constexpr,
                        ALL_ROWS: tl.constexpr, ALL_EXPERTS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
-                       BLOCK_M: tl.constexpr, PAIR_BLOCK_M: tl.constexpr):  # fmt: skip
+                       BLOCK_M: tl.constexpr, PAIR_BLOCK_M: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Each program places BLOCK_I rows by counting, over all rows, those that sort before them."""
+    wait_for_previous(PDL)
     row = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     in_range = row < num_rows
-    bin_i = _row_bin(expert_ptr, slot_ptr, row, in_range, num_experts, slots_1, TOP_K)
-    expert_i = bin_i // slots_1
-    pos = tl.zeros([BLOCK_I], tl.int32)
-    rank_in_bin = tl.zeros([BLOCK_I], tl.int32)
-    bin_count = tl.zeros([BLOCK_I], tl.int32)
-    expert_start = tl.zeros([BLOCK_I], tl.int32)
-    expert_count = tl.zeros([BLOCK_I], tl.int32)
+    expert_i, bin_i = _row_bin(expert_ptr, slot_ptr, row, in_range, num_experts, slots_1, TOP_K)
+    # Two counts share an integer (each at most SMALL_ROWS), summed over rows only at the end.
+    lower_and_earlier = tl.zeros([BLOCK_I, BLOCK_J], tl.int32)
+    same_and_expert_lower = tl.zeros([BLOCK_I, BLOCK_J], tl.int32)
+    same_expert = tl.zeros([BLOCK_I, BLOCK_J], tl.int32)
     for j0 in range(0, num_rows, BLOCK_J):
         j = j0 + tl.arange(0, BLOCK_J)
-        j_in_range = j < num_rows
-        bin_j = _row_bin(expert_ptr, slot_ptr, j, j_in_range, num_experts, slots_1, TOP_K)
-        expert_j = bin_j // slots_1
-        same = (bin_j[None, :] == bin_i[:, None]) & j_in_range[None, :]
+        in_j = (j < num_rows)[None, :]
+        expert_j, bin_j = _row_bin(expert_ptr, slot_ptr, j, j < num_rows, num_experts, slots_1, TOP_K)
+        same = (bin_j[None, :] == bin_i[:, None]) & in_j
         earlier = same & (j[None, :] < row[:, None])
-        pos += tl.sum((bin_j[None, :] < bin_i[:, None]).to(tl.int32), 1)
-        rank_in_bin += tl.sum(earlier.to(tl.int32), 1)
-        bin_count += tl.sum(same.to(tl.int32), 1)
-        expert_start += tl.sum((expert_j[None, :] < expert_i[:, None]).to(tl.int32), 1)
-        same_expert = (expert_j[None, :] == expert_i[:, None]) & j_in_range[None, :]
-        expert_count += tl.sum(same_expert.to(tl.int32), 1)
-    pos += rank_in_bin
+        lower_and_earlier += (bin_j[None, :] < bin_i[:, None]).to(tl.int32) + earlier.to(tl.int32) * 65536
+        expert_lower = expert_j[None, :] < expert_i[:, None]
+        same_and_expert_lower += same.to(tl.int32) + expert_lower.to(tl.int32) * 65536
+        same_expert += ((expert_j[None, :] == expert_i[:, None]) & in_j).to(tl.int32)
+    lower_and_earlier_sum = tl.sum(lower_and_earlier, 1)
+    same_and_expert_lower_sum = tl.sum(same_and_expert_lower, 1)
+    expert_count = tl.sum(same_expert, 1)
+    rank_in_bin = lower_and_earlier_sum // 65536
+    pos = lower_and_earlier_sum % 65536 + rank_in_bin
+    bin_count = same_and_expert_lower_sum % 65536
+    expert_start = same_and_expert_lower_sum // 65536
 
     # Base tiles before each expert, from a histogram of all rows (remote ones land in bin num_experts).
     j = tl.arange(0, ALL_ROWS)
-    expert_all = _row_bin(expert_ptr, slot_ptr, j, j < num_rows, num_experts, slots_1, TOP_K) // slots_1
+    expert_all, _ = _row_bin(expert_ptr, slot_ptr, j, j < num_rows, num_experts, slots_1, TOP_K)
     tiles_of_expert = (tl.histogram(expert_all, ALL_EXPERTS) + BLOCK_M - 1) // BLOCK_M
     experts = tl.arange(0, ALL_EXPERTS)
     tile_first = tl.sum(tl.where(experts[None, :] < expert_i[:, None], tiles_of_expert[None, :], 0), 1)
@@ -132,7 +137,7 @@ def count_kernel(expert_ptr, slot_ptr, bin_count_ptr, rank_ptr, num_rows, num_ex
     """rank[row] = how many rows of its bin were counted before it; bin_count[bin] = rows in the bin."""
     row = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     in_range = row < num_rows
-    bin_id = _row_bin(expert_ptr, slot_ptr, row, in_range, num_experts, slots_1, TOP_K)
+    _, bin_id = _row_bin(expert_ptr, slot_ptr, row, in_range, num_experts, slots_1, TOP_K)
     local = bin_id < num_experts * slots_1
     rank = tl.atomic_add(bin_count_ptr + bin_id, 1, mask=local)
     tl.store(rank_ptr + row, rank, mask=in_range)
@@ -173,7 +178,7 @@ def place_kernel(expert_ptr, slot_ptr, bin_count_ptr, bin_start_ptr, pair_first_
     """Turn (bin, rank in bin) into positions and tile entries."""
     row = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     in_range = row < num_rows
-    bin_id = _row_bin(expert_ptr, slot_ptr, row, in_range, num_experts, slots_1, TOP_K)
+    _, bin_id = _row_bin(expert_ptr, slot_ptr, row, in_range, num_experts, slots_1, TOP_K)
     local = bin_id < num_experts * slots_1
     tl.store(route.row_pos + row, -1, mask=in_range & (bin_id >= num_experts * slots_1))
     rank = tl.load(rank_ptr + row, mask=local, other=0)
@@ -215,10 +220,12 @@ def build_route(
     num_slots: int,
     block_m: int,
     pair_block_m: int,
+    pdl: bool = False,
 ) -> Route:
     """Sort and tile the rows of one step; launches only, never waits for the device.
 
     topk_expert_TK: int32 or int64 [T, K], -1 where the expert is elsewhere. adapter_slot_T: int [T], -1 without adapter.
+    pdl: launch with programmatic dependent launch (one-launch path only).
     """
     n, top_k = topk_expert_TK.numel(), topk_expert_TK.shape[1]
     device, slots_1 = topk_expert_TK.device, num_slots + 1
@@ -231,11 +238,12 @@ def build_route(
     route = Route(*(part[:size] for part, size in zip(buffer.split(padded), sizes, strict=True)))
     all_experts = triton.next_power_of_2(num_experts + 1)
     if n <= SMALL_ROWS:
-        block_i = 16
+        # One warp a program: every sum over rows stays inside it.
+        block_i = 4
         route_small_kernel[(triton.cdiv(n, block_i),)](
             topk_expert_TK, adapter_slot_T, route, n, num_experts, slots_1, TOP_K=top_k,
             ALL_ROWS=triton.next_power_of_2(n), ALL_EXPERTS=all_experts, BLOCK_I=block_i, BLOCK_J=128,
-            BLOCK_M=block_m, PAIR_BLOCK_M=pair_block_m, num_warps=4,
+            BLOCK_M=block_m, PAIR_BLOCK_M=pair_block_m, PDL=pdl, launch_pdl=pdl, num_warps=1,
         )  # fmt: skip
         return route
     num_bins = num_experts * slots_1

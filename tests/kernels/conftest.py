@@ -10,11 +10,11 @@ if not torch.cuda.is_available() and not triton.knobs.runtime.interpret:
 
 @pytest.fixture(autouse=True)
 def _poisoned_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.empty returns NaN (or large negative integers), so that a value nothing wrote shows."""
+    """torch.empty returns NaN (or large integers), so that a value nothing wrote shows."""
     real = torch.empty
 
     def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
         out = real(*args, **kwargs)  # type: ignore[call-overload]
-        return out.fill_(float("nan") if out.is_floating_point() else -(2**30))
+        return out.fill_(float("nan") if out.is_floating_point() else 2**30)
 
     monkeypatch.setattr(torch, "empty", poisoned)
