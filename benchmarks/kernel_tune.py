@@ -15,76 +15,72 @@ import torch
 
 from benchmarks.kernel_layer import Layer, Shape, layer_us
 from compute_worker.kernels import GemmTile, MoEConfig
-from compute_worker.kernels.config import rule
 
-DECODE_TILES = [
-    GemmTile(block_n=n, block_k=k, num_warps=4, num_stages=s, swap=swap, tma=tma)
-    for n, k, s, swap, tma in (
-        (64, 128, 4, False, False), (32, 256, 4, False, False), (128, 64, 4, False, False), (64, 256, 3, False, False),
-        (64, 128, 4, True, False), (64, 256, 3, True, False), (128, 64, 5, True, False), (128, 128, 3, True, False),
-        (64, 128, 4, True, True), (64, 256, 3, True, True), (128, 128, 3, True, True), (64, 128, 4, False, True),
-        (64, 64, 6, True, True), (32, 128, 4, False, True),
-    )
-]  # fmt: skip
-MIDDLE_TILES = [
-    GemmTile(block_n=n, block_k=k, num_warps=w, num_stages=s, tma=tma)
-    for n, k, w, s, tma in (
-        (64, 64, 4, 4, False), (128, 64, 4, 3, False), (128, 64, 4, 4, True), (64, 128, 4, 3, False),
-        (128, 128, 8, 3, False), (64, 128, 4, 3, True), (128, 128, 4, 3, True), (256, 64, 8, 3, True),
-    )
-]  # fmt: skip
-FUSED_GATE_UP_TILES = [
-    GemmTile(block_n=n, block_k=64, num_warps=w, num_stages=s, tma=tma)
-    for n, w, s, tma in (
-        (64, 4, 4, False), (64, 8, 4, True), (64, 4, 4, True), (128, 8, 3, False), (128, 8, 3, True), (128, 8, 4, True)
-    )
-]  # fmt: skip
-PREFILL_DOWN_TILES = [
-    GemmTile(block_n=n, block_k=64, num_warps=w, num_stages=s, tma=tma)
-    for n, w, s, tma in (
-        (128, 4, 4, False), (128, 8, 4, False), (128, 4, 4, True), (128, 8, 4, True), (256, 8, 3, True), (256, 8, 4, True)
-    )
-]  # fmt: skip
+def _tiles(*rows: tuple[int, int, int, int, str]) -> list[GemmTile]:
+    """(block_n, block_k, warps, stages, flags): S swapped, T tensor descriptor."""
+    return [
+        GemmTile(block_n=n, block_k=k, num_warps=w, num_stages=s, swap="S" in flags, tma="T" in flags)
+        for n, k, w, s, flags in rows
+    ]
+
+
+DECODE_TILES = _tiles(
+    (64, 128, 4, 4, ""), (64, 64, 4, 6, "ST"), (128, 128, 4, 3, "ST"), (64, 128, 4, 4, "T"), (32, 128, 4, 4, "T"),
+    (128, 64, 4, 5, "S"), (64, 128, 4, 4, "ST"),
+)  # fmt: skip
+MIDDLE_TILES = _tiles(
+    (128, 64, 4, 3, ""), (64, 64, 4, 4, ""), (128, 64, 4, 4, "T"), (256, 64, 8, 3, "T"), (128, 64, 4, 4, ""),
+)  # fmt: skip
+FUSED_GATE_UP_TILES = _tiles((128, 64, 8, 4, "T"), (128, 64, 8, 3, ""), (128, 64, 8, 3, "T"), (64, 64, 8, 4, "T"))
+FUSED_SMALL_TILES = _tiles((64, 64, 4, 4, ""), (128, 64, 4, 3, "T"), (64, 64, 4, 4, "T"), (128, 64, 8, 4, "T"))
+PREFILL_DOWN_TILES = _tiles((128, 64, 8, 4, "T"), (256, 64, 8, 3, "T"), (256, 64, 8, 4, "T"), (256, 64, 8, 3, ""))
 
 
 def structures(shape: Shape, num_tokens: int) -> list[MoEConfig]:
     """Paths and row blocks worth trying for the rows an expert gets."""
     rows = num_tokens * shape.top_k / shape.routed_experts
-    base = rule(num_tokens=num_tokens, num_experts=shape.routed_experts, top_k=shape.top_k, gated=True)
-    decode = GemmTile(block_n=64, block_k=128, num_warps=4, num_stages=4)
-    middle = GemmTile(block_n=128, block_k=64, num_warps=4, num_stages=3)
-    split = dataclasses.replace(base, fused=False, block_m=16, pair_block_m=16, gate_up=decode, down=decode,
-                                expand_down="combine", block_d=32)  # fmt: skip
-    fused = dataclasses.replace(
-        base, fused=True, expand_down="epilogue", block_m=128, pair_block_m=32, block_d=256,
-        gate_up=GemmTile(block_n=64, block_k=64, num_warps=8, num_stages=4),
-        down=GemmTile(block_n=128, block_k=64, num_warps=8, num_stages=4),
-    )  # fmt: skip
+    split = MoEConfig(block_m=16, pair_block_m=16, fused=False, gate_up=DECODE_TILES[0], down=DECODE_TILES[0], pdl=True)
+    wide = dataclasses.replace(split, block_m=64, gate_up=MIDDLE_TILES[0], down=MIDDLE_TILES[0], expand_down="grouped")
+    fused = MoEConfig(block_m=128, pair_block_m=64, fused=True, expand_down="epilogue", pdl=True,
+                      gate_up=FUSED_GATE_UP_TILES[0], down=PREFILL_DOWN_TILES[0])  # fmt: skip
+    small = dataclasses.replace(fused, block_m=64, pair_block_m=16, gate_up=FUSED_SMALL_TILES[0],
+                                down=MIDDLE_TILES[0])  # fmt: skip
     if rows <= 4:
         return [split]
     if rows <= 24:
-        return [split, dataclasses.replace(split, expand_down="grouped"), dataclasses.replace(split, block_m=32)]
-    wide = dataclasses.replace(split, block_m=64, gate_up=middle, down=middle, block_d=128, expand_down="grouped")
+        return [split, dataclasses.replace(split, block_m=32),
+                dataclasses.replace(split, block_m=32, expand_down="grouped")]  # fmt: skip
     if rows <= 96:
-        small = dataclasses.replace(fused, block_m=64, pair_block_m=16,
-                                    gate_up=dataclasses.replace(fused.gate_up, num_warps=4),
-                                    down=dataclasses.replace(fused.down, num_warps=4))  # fmt: skip
-        return [wide, dataclasses.replace(wide, expand_down="combine"), dataclasses.replace(wide, block_m=32), small]
-    return [fused, dataclasses.replace(fused, pair_block_m=64), dataclasses.replace(wide, block_m=128)]
+        return [wide, dataclasses.replace(wide, block_m=32, gate_up=split.gate_up, down=split.down), small]
+    return [fused, dataclasses.replace(small, pair_block_m=32),
+            dataclasses.replace(wide, block_m=128, gate_up=MIDDLE_TILES[3], down=MIDDLE_TILES[3])]  # fmt: skip
+
+
+def _tile_values(best: MoEConfig, field: str) -> list[GemmTile]:
+    if best.block_m <= 32:
+        return DECODE_TILES
+    if not best.fused:
+        return MIDDLE_TILES
+    if field == "down":
+        return PREFILL_DOWN_TILES if best.block_m == 128 else MIDDLE_TILES
+    return FUSED_GATE_UP_TILES if best.block_m == 128 else FUSED_SMALL_TILES
 
 
 def neighbours(best: MoEConfig, field: str) -> Iterator[MoEConfig]:
     """Variants of one field of the best configuration so far."""
     if field in ("gate_up", "down"):
-        tiles = DECODE_TILES if best.block_m <= 32 else MIDDLE_TILES
-        if best.block_m >= 64 and best.fused:
-            tiles = FUSED_GATE_UP_TILES if field == "gate_up" else PREFILL_DOWN_TILES
-        if best.block_m >= 64 and not best.fused:
-            tiles = MIDDLE_TILES
-        values: list[Any] = list(tiles)
+        values: list[Any] = [
+            dataclasses.replace(v, n_fastest=getattr(best, field).n_fastest) for v in _tile_values(best, field)
+        ]
+    elif field == "order":
+        for gate_up, down in ((True, False), (False, True), (True, True)):
+            yield dataclasses.replace(best, gate_up=dataclasses.replace(best.gate_up, n_fastest=gate_up),
+                                      down=dataclasses.replace(best.down, n_fastest=down))  # fmt: skip
+        return
     else:
-        values = {"block_d": [16, 32, 64, 128, 256], "block_f": [32, 64, 128], "shrink_block_k": [64, 128, 256],
-                  "pair_block_m": [16, 32, 64]}[field]  # fmt: skip
+        values = {"block_d": [32, 64, 128, 256], "combine_warps": [2, 4, 8], "block_f": [32, 64, 128],
+                  "act_warps": [1, 2, 4], "shrink_block_k": [64, 128, 256], "pair_block_m": [16, 32, 64, 128],
+                  "pdl": [True, False]}[field]  # fmt: skip
     for value in values:
         if getattr(best, field) != value:
             yield dataclasses.replace(best, **{field: value})
@@ -92,18 +88,16 @@ def neighbours(best: MoEConfig, field: str) -> Iterator[MoEConfig]:
 
 def fields_of(config: MoEConfig) -> list[str]:
     """Fields worth varying, the costliest first."""
-    fields = ["gate_up", "down", "block_d", "shrink_block_k"]
-    return [*fields, "pair_block_m"] if config.fused else [*fields, "block_f"]
+    fields = ["gate_up", "down", "order", "pdl", "shrink_block_k"]
+    if config.fused:
+        return [*fields, "pair_block_m"]
+    return [*fields, "act_warps", "block_f", *(["combine_warps", "block_d"] if config.expand_down == "combine" else [])]
 
 
 def all_candidates(shape: Shape, num_tokens: int) -> list[MoEConfig]:
     """Every configuration one round could try from each structure; for compiling ahead."""
-    out = []
-    for start in structures(shape, num_tokens):
-        out.append(start)
-        for field in ("gate_up", "down"):
-            out.extend(neighbours(start, field))
-    return out
+    return [c for s in structures(shape, num_tokens) for c in (s, *neighbours(s, "gate_up"), *neighbours(s, "down"),
+                                                                *neighbours(s, "order"))]  # fmt: skip
 
 
 def tune(layer: Layer, num_tokens: int, *, replays: int, deadline: float) -> tuple[MoEConfig, list[dict[str, Any]]]:
