@@ -153,7 +153,9 @@ def run_layer(layer: Layer, batch: Batch, index: int, tables: Sequence[AdapterTa
               config: MoEConfig | None) -> torch.Tensor:  # fmt: skip
     """One call on weight set index % 2."""
     table = tables[index % 2] if tables else None
-    return moe(batch.x_TD, batch.expert_TK, batch.weight_TK, batch.slot_T, layer.weights[index % 2], table, config=config)
+    return moe(
+        batch.x_TD, batch.expert_TK, batch.weight_TK, batch.slot_T, layer.weights[index % 2], table, config=config
+    )
 
 
 def graph_us(calls: Sequence[Callable[[], object]], replays: int) -> float:

@@ -19,9 +19,7 @@ def reference_us(cells: Sequence[dict[str, Any]], cell: dict[str, Any]) -> tuple
 
     where = {"shape": cell["shape"], "tokens": cell["tokens"]}
     kind = "lora_half" if cell["half"] else "lora"
-    return find(kind="base", **where), find(
-        kind=kind, adapters=cell["adapters"], lora_rank=cell["lora_rank"], **where
-    )
+    return find(kind="base", **where), find(kind=kind, adapters=cell["adapters"], lora_rank=cell["lora_rank"], **where)
 
 
 def _ratio(a: float | None, b: float | None) -> str:
@@ -38,7 +36,9 @@ def table(results: dict[str, Any]) -> str:
     head = ["shape", "tokens", "adapters", "lora rank", "half", "base us", "/ floor", "ref base / ours", "with LoRA us",
             "/ floor", "ref LoRA / ours", "LoRA / base", "floor's LoRA / base", "rel. error"]  # fmt: skip
     lines = ["| " + " | ".join(head) + " |", "|" + " --: |" * len(head)]
-    for c in sorted(results["cells"], key=lambda c: (c["shape"], c["tokens"], str(c["lora_rank"]), c["adapters"], c["half"])):
+    for c in sorted(
+        results["cells"], key=lambda c: (c["shape"], c["tokens"], str(c["lora_rank"]), c["adapters"], c["half"])
+    ):
         ref_base, ref_lora = reference_us(reference, c)
         row = [c["shape"], c["tokens"], c["adapters"], c["lora_rank"], "yes" if c["half"] else "", _us(c["base_us"]),
                _ratio(c["base_us"], c["floor_base_us"]), _ratio(ref_base, c["base_us"]), _us(c["lora_us"]),

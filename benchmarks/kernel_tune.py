@@ -16,6 +16,7 @@ import torch
 from benchmarks.kernel_layer import Layer, Shape, layer_us
 from compute_worker.kernels import GemmTile, MoEConfig
 
+
 def _tiles(*rows: tuple[int, int, int, int, str]) -> list[GemmTile]:
     """(block_n, block_k, warps, stages, flags): S swapped, T tensor descriptor."""
     return [

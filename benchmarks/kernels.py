@@ -4,9 +4,9 @@
     python -m benchmarks.kernels --tune --configs compute_worker/kernels/configs   # tile shapes first
     python -m benchmarks.kernels --report --docs docs/kernels.md                   # only the table, from the file
 
-Each cell is compared with the fp32 reference first (signed random data) and gets a time only if the relative error is at
-most 1e-2. Times are medians over replays of a CUDA graph whose calls alternate two weight sets, so weights stream from
-memory. The output file is rewritten after every cell, and cells already in it stay unless measured again.
+Each cell is compared with the fp32 reference first (signed random data) and gets a time only if the relative error is
+at most 1e-2. Times are medians over replays of a CUDA graph whose calls alternate two weight sets, so weights stream
+from memory. The output file is rewritten after every cell, and cells already in it stay unless measured again.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class Bench:
     def measure(self, cell: Cell) -> dict[str, Any]:
         """Check the cell, then time it; a cell over the error limit gets no times."""
         shape, config = self.layer.shape, self.config(cell.tokens)
-        batches = self.layer.batches(num_tokens=cell.tokens, num_adapters=cell.adapters, half=cell.half, seed=cell.tokens)
+        batches = self.layer.batches(
+            num_tokens=cell.tokens, num_adapters=cell.adapters, half=cell.half, seed=cell.tokens
+        )
         tables = self.tables(cell.ranks)
         result: dict[str, Any] = {
             "shape": shape.name, "tokens": cell.tokens, "adapters": cell.adapters, "lora_rank": cell.lora_rank,
@@ -109,7 +111,9 @@ class Bench:
         """Errors against fp32, equality of base rows with the base run, equality of two runs."""
 
         def reference(b: Batch) -> torch.Tensor:
-            return moe_reference(b.x_TD, b.expert_TK, b.weight_TK, b.slot_T, self.layer.weights[0], tables[0].adapters())
+            return moe_reference(
+                b.x_TD, b.expert_TK, b.weight_TK, b.slot_T, self.layer.weights[0], tables[0].adapters()
+            )
 
         def error(out: torch.Tensor, expected: torch.Tensor) -> float:
             return float((out.float() - expected).norm() / expected.norm().clamp(min=1e-30))
@@ -172,7 +176,10 @@ def run_tuning(layer: Layer, tokens: list[int], args: argparse.Namespace, deadli
             break
         configs[token_bucket(t)], log = kernel_tune.tune(layer, t, replays=8 if t <= 1024 else 5, deadline=deadline)
         best = min((e for e in log if "lora_us" in e), key=lambda e: e["base_us"] + e["lora_us"])
-        print(f"tuned {layer.shape.name} {t}: base {best['base_us']:.1f} lora {best['lora_us']:.1f} of {len(log)} tried", flush=True)
+        print(
+            f"tuned {layer.shape.name} {t}: base {best['base_us']:.1f} lora {best['lora_us']:.1f} of {len(log)} tried",
+            flush=True,
+        )
         shipped.setdefault(key, {})[str(token_bucket(t))] = configs[token_bucket(t)].to_dict()
         _save(path, shipped)
         logs[f"{key} {t}"] = log
@@ -195,7 +202,7 @@ def profile(bench: Bench, tokens: int) -> None:
         print(f"profile {bench.layer.shape.name} T={tokens} {label}: {times}", flush=True)
 
 
-def main() -> None:
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kernels.json"))
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new cells after this long")
@@ -210,7 +217,11 @@ def main() -> None:
     parser.add_argument("--profile", default="", help="token counts to break down by kernel")
     parser.add_argument("--report", action="store_true", help="only print the table of --out")
     parser.add_argument("--docs", type=Path, help="with --report: file whose table is replaced")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = _arguments()
     if args.report:
         results = json.loads(args.out.read_text())
         print(table(results))
@@ -250,7 +261,11 @@ def main() -> None:
             ref_base, ref_lora = reference_us(reference, result)
             print(
                 *(f"{result[k]}" for k in same),
-                *(f"{k}={result[k]:.1f}" for k in ("base_us", "floor_base_us", "lora_us", "floor_lora_us") if result[k]),
+                *(
+                    f"{k}={result[k]:.1f}"
+                    for k in ("base_us", "floor_base_us", "lora_us", "floor_lora_us")
+                    if result[k]
+                ),
                 f"ref={ref_base}/{ref_lora} err={result['base_rel_error']:.1e}/{result['rel_error']:.1e}",
                 f"bits={result['base_rows_bit_equal']}/{result['runs_bit_equal']} t={time.monotonic() - start:.0f}",
                 flush=True,

@@ -108,9 +108,11 @@ class AdapterTable:
 
     def _dims(self, name: str) -> tuple[int, int]:
         d, f = self.hidden_size, self.intermediate_size
-        dims = {"gate_up": (d, 2 * f), "gate": (d, f), "up": (d, f), "down": (f, d)} if self.gated else {
-            "up": (d, f), "down": (f, d)
-        }
+        dims = (
+            {"gate_up": (d, 2 * f), "gate": (d, f), "up": (d, f), "down": (f, d)}
+            if self.gated
+            else {"up": (d, f), "down": (f, d)}
+        )
         if name not in dims:
             raise ValueError(f"unknown projection {name!r}: expected one of {sorted(dims)}")
         return dims[name]

@@ -117,6 +117,4 @@ def choose_config(weights: MoEWeights, *, num_tokens: int, top_k: int, device_na
         # Buckets between tuned ones take the nearest, the larger of two equally near.
         wanted = token_bucket(num_tokens).bit_length()
         return buckets[min(buckets, key=lambda b: (abs(int(b).bit_length() - wanted), -int(b)))]
-    return rule(
-        num_tokens=num_tokens, num_experts=weights.num_experts, top_k=top_k, gated=weights.activation.gated
-    )
+    return rule(num_tokens=num_tokens, num_experts=weights.num_experts, top_k=top_k, gated=weights.activation.gated)

@@ -53,7 +53,7 @@ def _add_segments(acc, start, count, n, n_mask, proj: tl.constexpr, s_ptr, route
                   BLOCK_R: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """Add each adapter segment's delta of column FIRST_PROJ + proj to its rows of acc.
 
-    Other rows get exact zeros added: their shrink results are masked, and adapters are finite (the pool refuses others).
+    Other rows get exact zeros added: their shrink results are masked, and adapters are finite by contract.
 
     B_STEP: rows of B from one column to the next where gate and up share a pair.
     """
@@ -208,5 +208,5 @@ def shrink_kernel(x_ptr, s_ptr, route, table, num_experts, slots_1, num_rows, s_
     """The shrink tiles alone: s[proj, pos] = x[row] @ A[slot, expert, FIRST_PROJ + proj]^T."""
     wait_for_previous(PDL)
     pid = tl.program_id(0)
-    shrink_tile(pid // NUM_PROJ, pid % NUM_PROJ, x_ptr, s_ptr, route, table, num_experts, slots_1, num_rows, s_stride, K,
-                TOP_K, FIRST_PROJ, PAIR_BLOCK_M, BLOCK_K, BLOCK_R, STAGES)  # fmt: skip
+    shrink_tile(pid // NUM_PROJ, pid % NUM_PROJ, x_ptr, s_ptr, route, table, num_experts, slots_1, num_rows, s_stride,
+                K, TOP_K, FIRST_PROJ, PAIR_BLOCK_M, BLOCK_K, BLOCK_R, STAGES)  # fmt: skip

@@ -20,7 +20,7 @@ def aligned_pointer(address, DTYPE: tl.constexpr):
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Under programmatic dependent launch: let the next kernel start launching, then wait for the previous one's data."""
+    """Under programmatic dependent launch: let the next kernel launch, then wait for the data of the one before."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -43,8 +43,8 @@ def expand(acc, s_ptrs, row_mask, b_address, b_row, b_step, n_mask, lora_rank, B
            DTYPE: tl.constexpr):  # fmt: skip
     """acc[m, j] + sum over r of s[m, r] * B[b_row[j], r], fp32; s is the scaled shrink result.
 
-    s_ptrs: [M] start of each row's shrink result; b_step: rows of B from one b_row to the next (2 where gate and up rows
-    alternate in one B). Masked rows and ranks past lora_rank count as zero.
+    s_ptrs: [M] start of each row's shrink result; b_step: rows of B from one b_row to the next (2 where gate and up
+    rows alternate in one B). Masked rows and ranks past lora_rank count as zero.
     """
     if lora_rank % 8 == 0:
         b = aligned_pointer(b_address, DTYPE)
@@ -82,7 +82,8 @@ def shrink(x_ptrs, row_mask, s_ptrs, a_address, lora_rank, scale, K: tl.constexp
 
 @triton.jit
 def shrink_tile(entry, proj, x_ptr, s_ptr, route, table, num_experts, slots_1, num_rows, s_stride,
-                K: tl.constexpr, TOP_K: tl.constexpr, FIRST_PROJ: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+                K: tl.constexpr, TOP_K: tl.constexpr, FIRST_PROJ: tl.constexpr, BLOCK_M: tl.constexpr,
+                BLOCK_K: tl.constexpr,
                 BLOCK_R: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     """Shrink one pair tile for table column FIRST_PROJ + proj; nothing to do for base rows or absent pairs.
 

@@ -252,11 +252,13 @@ def _check(
     t = x_TD.shape[0]
     if x_TD.dim() != 2 or x_TD.shape[1] != weights.hidden_size or x_TD.dtype != weights.gate_up_eND.dtype:
         raise ValueError(
-            f"x: expected [T, {weights.hidden_size}] of {weights.gate_up_eND.dtype}, got {tuple(x_TD.shape)} of {x_TD.dtype}"
+            f"x: expected [T, {weights.hidden_size}] of {weights.gate_up_eND.dtype}, "
+            f"got {tuple(x_TD.shape)} of {x_TD.dtype}"
         )
     if topk_expert_TK.dim() != 2 or topk_expert_TK.shape[0] != t or topk_weight_TK.shape != topk_expert_TK.shape:
         raise ValueError(
-            f"top-k: expected ids and weights [{t}, K], got {tuple(topk_expert_TK.shape)} and {tuple(topk_weight_TK.shape)}"
+            f"top-k: expected ids and weights [{t}, K], "
+            f"got {tuple(topk_expert_TK.shape)} and {tuple(topk_weight_TK.shape)}"
         )
     if adapter_slot_T.shape != (t,):
         raise ValueError(f"adapter_slot_T: expected [{t}], got {tuple(adapter_slot_T.shape)}")
@@ -265,10 +267,17 @@ def _check(
         if not tensor.is_contiguous() or tensor.device != weights.gate_up_eND.device:
             raise ValueError(f"{name} must be contiguous on {weights.gate_up_eND.device}, got {tensor.device}")
     if table is not None:
-        expected = (weights.num_experts, weights.hidden_size, weights.intermediate_size, weights.interleaved, x_TD.dtype,
-                    weights.activation.gated)  # fmt: skip
-        got = (table.num_experts, table.hidden_size, table.intermediate_size, table.interleaved, table.dtype, table.gated)
+        w = weights
+        expected = (w.num_experts, w.hidden_size, w.intermediate_size, w.interleaved, w.activation.gated, x_TD.dtype)
+        got = (
+            table.num_experts,
+            table.hidden_size,
+            table.intermediate_size,
+            table.interleaved,
+            table.gated,
+            table.dtype,
+        )
         if got != expected:
             raise ValueError(
-                f"adapter table is for (experts, D, F, interleaved, dtype, gated) {got}, the weights are {expected}"
+                f"adapter table is for (experts, D, F, interleaved, gated, dtype) {got}, the weights are {expected}"
             )

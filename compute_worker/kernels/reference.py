@@ -54,7 +54,7 @@ def _expert_rows(
 ) -> torch.Tensor:
     """y [M, D] fp32 of rows that all chose one local expert."""
     gate_up = x_MD.float() @ weights.gate_up_eND[expert].float().T
-    present = [(int(s), slot_M == s) for s in slot_M.unique() if int(s) in adapters]
+    present = [(int(s), slot_M == s) for s in set(slot_M.tolist()) if int(s) in adapters]
     for slot, mask in present:
         gate_up[mask] += lora_delta(x_MD[mask], adapters[slot].get("gate_up"), expert)
     gate, up = (part.clone() for part in _split(gate_up, weights))

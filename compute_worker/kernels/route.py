@@ -1,13 +1,14 @@
 """Sort the rows of a step once, by (local expert, adapter slot), and cut the order into two kinds of tiles.
 
-A row is one (token, k) with a local expert; its id is token * K + k. Rows are ordered by `bin = expert * (num_slots + 1)
-+ adapter_slot + 1`, so all rows of an expert are neighbours (base tiles, expert-uniform, BLOCK_M rows) and, inside it,
-all rows of an adapter (pair tiles, adapter-uniform, PAIR_BLOCK_M rows). Rows of remote experts (-1) sort last and belong
-to no tile.
+A row is one (token, k) with a local expert; its id is token * K + k. Rows are ordered by
+`bin = expert * (num_slots + 1) + adapter_slot + 1`: all rows of an expert are neighbours (base tiles, expert-uniform,
+BLOCK_M rows) and, inside it, all rows of an adapter (pair tiles, adapter-uniform, PAIR_BLOCK_M rows). Rows of remote
+experts (-1) sort last and belong to no tile.
 
 Example: K = 1, 2 slots, experts [1, 0, 1, 1], adapter slots [0, -1, -1, 0], BLOCK_M = 2:
     bin = [4, 0, 3, 4], sorted_row = [1, 2, 0, 3], row_pos = [2, 0, 1, 3]
-    base tiles (expert, start, count): (0, 0, 1), (1, 1, 2), (1, 3, 1); pair tiles (bin, start, count): (0, 0, 1), (3, 1, 1), (4, 2, 2)
+    base tiles (expert, start, count): (0, 0, 1), (1, 1, 2), (1, 3, 1)
+    pair tiles (bin, start, count): (0, 0, 1), (3, 1, 1), (4, 2, 2)
 
 Up to SMALL_ROWS rows one launch does it: every program ranks a few rows by comparing them with all rows, so nothing
 waits for anything. Above, a counting sort with atomics (four launches); there the order inside a bin may differ from
@@ -224,7 +225,7 @@ def build_route(
 ) -> Route:
     """Sort and tile the rows of one step; launches only, never waits for the device.
 
-    topk_expert_TK: int32 or int64 [T, K], -1 where the expert is elsewhere. adapter_slot_T: int [T], -1 without adapter.
+    topk_expert_TK: int32 or int64 [T, K], -1 where the expert is elsewhere. adapter_slot_T: int [T], -1 without one.
     pdl: launch with programmatic dependent launch (one-launch path only).
     """
     n, top_k = topk_expert_TK.numel(), topk_expert_TK.shape[1]

@@ -47,9 +47,7 @@ def make_piece(ranks: list[int], in_size: int, out_size: int, seed: int, dtype: 
     )
 
 
-def make_adapter(
-    shape: Shape, ranks: dict[str, list[int]], seed: int = 1, dtype: torch.dtype = DTYPE
-) -> LayerAdapter:
+def make_adapter(shape: Shape, ranks: dict[str, list[int]], seed: int = 1, dtype: torch.dtype = DTYPE) -> LayerAdapter:
     """ranks: projection -> lora rank of each local expert (0: no pair)."""
     d, f = shape.hidden_size, shape.intermediate_size
     dims = {"gate_up": (d, 2 * f), "gate": (d, f), "up": (d, f), "down": (f, d)}

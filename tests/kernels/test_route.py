@@ -15,8 +15,9 @@ def _check(expert_TK, slot_T, num_experts, num_slots, block_m, pair_block_m):
     rows = [(e * (num_slots + 1) + int(slot_T[i // top_k]) + 1, i) for i, e in enumerate(expert_TK.flatten().tolist())]
     order = sorted(r for r, e in zip(rows, expert_TK.flatten().tolist(), strict=True) if e >= 0)
     bins = [b for b, _ in order]
+    bin_of = {row: b for b, row in order}
     got_rows = route.sorted_row[: len(order)].tolist()
-    assert [dict((i, b) for b, i in order)[r] for r in got_rows] == bins
+    assert [bin_of[r] for r in got_rows] == bins
     assert sorted(got_rows) == sorted(i for _, i in order)
     assert route.row_bin[: len(order)].tolist() == bins
     pos = route.row_pos.tolist()
