@@ -40,21 +40,26 @@ PREFILL_DOWN_TILES = _tiles((128, 64, 8, 4, "T"), (256, 64, 8, 3, "T"), (256, 64
 def structures(shape: Shape, num_tokens: int) -> list[MoEConfig]:
     """Paths and row blocks worth trying for the rows an expert gets."""
     rows = num_tokens * shape.top_k / shape.routed_experts
-    split = MoEConfig(block_m=16, pair_block_m=16, fused=False, gate_up=DECODE_TILES[0], down=DECODE_TILES[0], pdl=True)
+    split = MoEConfig(block_m=16, pair_block_m=16, fused=False, gate_up=_with_order(DECODE_TILES[6]),
+                      down=_with_order(DECODE_TILES[2]), span=2, pdl=num_tokens <= 32)  # fmt: skip
     wide = dataclasses.replace(split, block_m=64, gate_up=MIDDLE_TILES[0], down=MIDDLE_TILES[0], expand_down="grouped")
-    fused = MoEConfig(block_m=128, pair_block_m=64, fused=True, expand_down="epilogue", pdl=True,
-                      gate_up=FUSED_GATE_UP_TILES[0], down=PREFILL_DOWN_TILES[0])  # fmt: skip
-    small = dataclasses.replace(fused, block_m=64, pair_block_m=16, gate_up=FUSED_SMALL_TILES[0],
-                                down=MIDDLE_TILES[0])  # fmt: skip
+    fused = MoEConfig(block_m=128, pair_block_m=32, fused=True, expand_down="epilogue", shrink_block_k=64,
+                      gate_up=_with_order(FUSED_GATE_UP_TILES[0]), down=_with_order(PREFILL_DOWN_TILES[2]))  # fmt: skip
+    small = dataclasses.replace(fused, block_m=64, pair_block_m=16, gate_up=FUSED_SMALL_TILES[1], down=MIDDLE_TILES[2])
     if rows <= 4:
         return [split]
     if rows <= 24:
-        return [split, dataclasses.replace(split, block_m=32),
-                dataclasses.replace(split, block_m=32, expand_down="grouped")]  # fmt: skip
+        taller = dataclasses.replace(split, block_m=32, gate_up=_with_order(DECODE_TILES[3]),
+                                     down=_with_order(DECODE_TILES[6]))  # fmt: skip
+        return [split, taller, dataclasses.replace(taller, expand_down="grouped")]
     if rows <= 96:
-        return [wide, dataclasses.replace(wide, block_m=32, gate_up=split.gate_up, down=split.down), small]
-    return [fused, dataclasses.replace(small, pair_block_m=32),
-            dataclasses.replace(wide, block_m=128, gate_up=MIDDLE_TILES[3], down=MIDDLE_TILES[3])]  # fmt: skip
+        return [wide, small]
+    return [fused, dataclasses.replace(wide, block_m=128, gate_up=_with_order(MIDDLE_TILES[3]),
+                                       down=_with_order(MIDDLE_TILES[3]))]  # fmt: skip
+
+
+def _with_order(tile: GemmTile) -> GemmTile:
+    return dataclasses.replace(tile, n_fastest=True)
 
 
 def _tile_values(best: MoEConfig, field: str) -> list[GemmTile]:
@@ -80,7 +85,7 @@ def neighbours(best: MoEConfig, field: str) -> Iterator[MoEConfig]:
         return
     else:
         values = {"block_d": [32, 64, 128, 256], "combine_warps": [2, 4, 8], "block_f": [32, 64, 128],
-                  "act_warps": [1, 2, 4], "shrink_block_k": [64, 128, 256], "pair_block_m": [16, 32, 64, 128],
+                  "act_warps": [1, 2, 4], "span": [1, 2, 3, 6], "shrink_block_k": [64, 128, 256], "pair_block_m": [16, 32, 64, 128],
                   "pdl": [True, False]}[field]  # fmt: skip
     for value in values:
         if getattr(best, field) != value:
@@ -88,17 +93,19 @@ def neighbours(best: MoEConfig, field: str) -> Iterator[MoEConfig]:
 
 
 def fields_of(config: MoEConfig) -> list[str]:
-    """Fields worth varying, the costliest first."""
-    fields = ["gate_up", "down", "order", "pdl", "shrink_block_k"]
+    """Fields worth varying, the costliest first. Decode tiles differ by about 1 %: their search is the last."""
     if config.fused:
-        return [*fields, "pair_block_m"]
-    return [*fields, "act_warps", "block_f", *(["combine_warps", "block_d"] if config.expand_down == "combine" else [])]
+        return ["gate_up", "down", "order", "pair_block_m", "shrink_block_k"]
+    if config.block_m >= 64:
+        return ["gate_up", "down", "span", "order", "shrink_block_k", "pair_block_m"]
+    fields = ["span", "pdl", "act_warps", "shrink_block_k"]
+    return [*fields, *(["combine_warps", "block_d"] if config.expand_down == "combine" else []), "gate_up", "down"]
 
 
 def all_candidates(shape: Shape, num_tokens: int) -> list[MoEConfig]:
-    """Every configuration one round could try from each structure; for compiling ahead."""
-    return [c for s in structures(shape, num_tokens) for c in (s, *neighbours(s, "gate_up"), *neighbours(s, "down"),
-                                                                *neighbours(s, "order"))]  # fmt: skip
+    """What the first fields could try from each structure; for compiling ahead."""
+    return [c for s in structures(shape, num_tokens)
+            for c in (s, *(c for field in fields_of(s)[:3] for c in neighbours(s, field)))]  # fmt: skip
 
 
 def tune(layer: Layer, num_tokens: int, *, replays: int, deadline: float) -> tuple[MoEConfig, list[dict[str, Any]]]:

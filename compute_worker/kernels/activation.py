@@ -31,40 +31,30 @@ def activate(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _add_gate_up(gate, up, s_gate_ptrs, s_up_ptrs, row_mask, record, table, f, f_mask, b_step, BLOCK_R: tl.constexpr,
-                 DTYPE: tl.constexpr):  # fmt: skip
-    """gate and up with their deltas; the usual case, small ranks that are multiples of 8, loads everything up front."""
-    gate_rank = tl.load(table.lora_rank + record)
-    up_rank = tl.load(table.lora_rank + record + 1)
-    gate_b = tl.load(table.b_address + record)
-    up_b = tl.load(table.b_address + record + 1)
-    if (gate_rank % 8 == 0) & (up_rank % 8 == 0) & (gate_rank <= BLOCK_R) & (up_rank <= BLOCK_R):
-        r = tl.arange(0, BLOCK_R)
-        r_gate = r < gate_rank
-        r_up = r < up_rank
-        b_gate_ptrs = aligned_pointer(gate_b, DTYPE) + f[:, None] * (b_step * ((gate_rank // 8) * 8)) + r[None, :]
-        b_up_ptrs = aligned_pointer(up_b, DTYPE) + f[:, None] * (b_step * ((up_rank // 8) * 8)) + r[None, :]
-        b_gate = tl.load(b_gate_ptrs, mask=f_mask[:, None] & r_gate[None, :], other=0.0)
-        b_up = tl.load(b_up_ptrs, mask=f_mask[:, None] & r_up[None, :], other=0.0)
-        s_gate = tl.load(s_gate_ptrs[:, None] + r[None, :], mask=row_mask[:, None] & r_gate[None, :], other=0.0)
-        s_up = tl.load(s_up_ptrs[:, None] + r[None, :], mask=row_mask[:, None] & r_up[None, :], other=0.0)
-        gate = tl.dot(s_gate, tl.trans(b_gate), gate)
-        up = tl.dot(s_up, tl.trans(b_up), up)
+def _load_gate_up(gate_up_ptr, pos, f, mask, F: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """fp32 (gate, up) of rows pos and columns f; without a gate both are the one projection."""
+    if GATED:
+        row_ptrs = gate_up_ptr + pos[:, None] * (2 * F)
+        gate_col = 2 * f if INTERLEAVED else f
+        up_col = 2 * f + 1 if INTERLEAVED else F + f
+        gate = tl.load(row_ptrs + gate_col[None, :], mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(row_ptrs + up_col[None, :], mask=mask, other=0.0).to(tl.float32)
     else:
-        gate = expand(gate, s_gate_ptrs, row_mask, gate_b, f, b_step, f_mask, gate_rank, BLOCK_R, DTYPE)
-        up = expand(up, s_up_ptrs, row_mask, up_b, f, b_step, f_mask, up_rank, BLOCK_R, DTYPE)
+        up = tl.load(gate_up_ptr + pos[:, None] * F + f[None, :], mask=mask, other=0.0).to(tl.float32)
+        gate = up
     return gate, up
 
 
 @triton.jit(do_not_specialize=["num_experts", "slots_1", "num_rows"])
 def activation_kernel(gate_up_ptr, act_ptr, s_ptr, route, table, num_experts, slots_1, num_rows, s_stride, alpha, limit,
                       F: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
-                      HAS_LORA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_R: tl.constexpr,
-                      PDL: tl.constexpr):  # fmt: skip
-    """act[pos, f] = activation(gate + s_gate B_gate^T, up + s_up B_up^T) of one pair tile.
+                      HAS_LORA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, SPAN_F: tl.constexpr,
+                      BLOCK_R: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """act[pos, f] = activation(gate + s_gate B_gate^T, up + s_up B_up^T): one pair tile, SPAN_F columns a program.
 
     gate_up [n, 2F or F] and act [n, F] by position; s [2, n, s_stride]: scaled shrink results of gate and up (one for
-    both where they share A, that is where the table holds the same address twice).
+    both where they share A, that is where the table holds the same address twice). The usual case, ranks that are
+    multiples of 8 and fit one rank block, looks everything up once and then streams B.
     """
     wait_for_previous(PDL)
     entry = tl.program_id(1)
@@ -74,30 +64,59 @@ def activation_kernel(gate_up_ptr, act_ptr, s_ptr, route, table, num_experts, sl
     bin_id = tl.load(route.pair_bin + entry)
     start = tl.load(route.pair_start + entry)
     if (entry < num_entries) & (count > 0):
+        dtype: tl.constexpr = act_ptr.dtype.element_ty
         m = tl.arange(0, BLOCK_M)
         row_mask = m < count
         pos = (start + m).to(tl.int64)
-        f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-        f_mask = f < F
-        mask = row_mask[:, None] & f_mask[None, :]
-        if GATED:
-            gate_col = 2 * f if INTERLEAVED else f
-            up_col = 2 * f + 1 if INTERLEAVED else F + f
-            row_ptrs = gate_up_ptr + pos[:, None] * (2 * F)
-            gate = tl.load(row_ptrs + gate_col[None, :], mask=mask, other=0.0).to(tl.float32)
-            up = tl.load(row_ptrs + up_col[None, :], mask=mask, other=0.0).to(tl.float32)
+        first = tl.program_id(0) * SPAN_F
+        last = tl.minimum(first + SPAN_F, F)
+        slot = bin_id % slots_1 - 1
+        if HAS_LORA and slot >= 0:
+            record = (slot * num_experts + bin_id // slots_1) * 3
+            gate_rank = tl.load(table.lora_rank + record)
+            up_rank = tl.load(table.lora_rank + record + 1)
+            gate_b = tl.load(table.b_address + record)
+            up_b = tl.load(table.b_address + record + 1)
+            shared_a = tl.load(table.a_address + record) == tl.load(table.a_address + record + 1)
+            b_step = tl.where(shared_a & INTERLEAVED, 2, 1)
+            s_gate_ptrs = s_ptr + pos * s_stride
+            s_up_ptrs = s_gate_ptrs + tl.where(shared_a, 0, num_rows).to(tl.int64) * s_stride
+            if (gate_rank % 8 == 0) & (up_rank % 8 == 0) & (gate_rank <= BLOCK_R) & (up_rank <= BLOCK_R):
+                r = tl.arange(0, BLOCK_R)
+                r_gate = r < gate_rank
+                r_up = r < up_rank
+                s_gate = tl.load(s_gate_ptrs[:, None] + r[None, :], mask=row_mask[:, None] & r_gate[None, :], other=0.0)
+                s_up = tl.load(s_up_ptrs[:, None] + r[None, :], mask=row_mask[:, None] & r_up[None, :], other=0.0)
+                b_gate_row = aligned_pointer(gate_b, dtype) + r[None, :]
+                b_up_row = aligned_pointer(up_b, dtype) + r[None, :]
+                gate_stride = b_step * ((gate_rank // 8) * 8)
+                up_stride = b_step * ((up_rank // 8) * 8)
+                for f0 in tl.range(first, last, BLOCK_F, num_stages=STAGES):
+                    f = f0 + tl.arange(0, BLOCK_F)
+                    f_mask = f < F
+                    mask = row_mask[:, None] & f_mask[None, :]
+                    b_gate = tl.load(b_gate_row + f[:, None] * gate_stride, mask=f_mask[:, None] & r_gate[None, :],
+                                     other=0.0)  # fmt: skip
+                    b_up = tl.load(b_up_row + f[:, None] * up_stride, mask=f_mask[:, None] & r_up[None, :], other=0.0)
+                    gate, up = _load_gate_up(gate_up_ptr, pos, f, mask, F, GATED, INTERLEAVED)
+                    gate = tl.dot(s_gate, tl.trans(b_gate), gate)
+                    up = tl.dot(s_up, tl.trans(b_up), up)
+                    out = activate(gate, up, alpha, limit, ACTIVATION).to(dtype)
+                    tl.store(act_ptr + pos[:, None] * F + f[None, :], out, mask=mask)
+            else:
+                for f0 in range(first, last, BLOCK_F):
+                    f = f0 + tl.arange(0, BLOCK_F)
+                    f_mask = f < F
+                    mask = row_mask[:, None] & f_mask[None, :]
+                    gate, up = _load_gate_up(gate_up_ptr, pos, f, mask, F, GATED, INTERLEAVED)
+                    gate = expand(gate, s_gate_ptrs, row_mask, gate_b, f, b_step, f_mask, gate_rank, BLOCK_R, dtype)
+                    up = expand(up, s_up_ptrs, row_mask, up_b, f, b_step, f_mask, up_rank, BLOCK_R, dtype)
+                    out = activate(gate, up, alpha, limit, ACTIVATION).to(dtype)
+                    tl.store(act_ptr + pos[:, None] * F + f[None, :], out, mask=mask)
         else:
-            up = tl.load(gate_up_ptr + pos[:, None] * F + f[None, :], mask=mask, other=0.0).to(tl.float32)
-            gate = up
-        if HAS_LORA:
-            slot = bin_id % slots_1 - 1
-            if slot >= 0:
-                record = (slot * num_experts + bin_id // slots_1) * 3
-                shared_a = tl.load(table.a_address + record) == tl.load(table.a_address + record + 1)
-                s_gate = s_ptr + pos * s_stride
-                s_up = s_gate + tl.where(shared_a, 0, num_rows).to(tl.int64) * s_stride
-                gate, up = _add_gate_up(gate, up, s_gate, s_up, row_mask, record, table, f, f_mask,
-                                        tl.where(shared_a & INTERLEAVED, 2, 1), BLOCK_R,
-                                        act_ptr.dtype.element_ty)  # fmt: skip
-        out = activate(gate, up, alpha, limit, ACTIVATION)
-        tl.store(act_ptr + pos[:, None] * F + f[None, :], out.to(act_ptr.dtype.element_ty), mask=mask)
+            for f0 in range(first, last, BLOCK_F):
+                f = f0 + tl.arange(0, BLOCK_F)
+                mask = row_mask[:, None] & (f < F)[None, :]
+                gate, up = _load_gate_up(gate_up_ptr, pos, f, mask, F, GATED, INTERLEAVED)
+                out = activate(gate, up, alpha, limit, ACTIVATION).to(dtype)
+                tl.store(act_ptr + pos[:, None] * F + f[None, :], out, mask=mask)

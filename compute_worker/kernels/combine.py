@@ -85,9 +85,9 @@ def combine_kernel(y_row_ptr, expert_ptr, weight_ptr, slot_ptr, out_ptr, s_ptr, 
 
 @triton.jit(do_not_specialize=["num_experts", "slots_1"])
 def expand_down_kernel(y_row_ptr, s_ptr, route, table, num_experts, slots_1, s_stride, D: tl.constexpr,
-                       BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
-                       PDL: tl.constexpr):  # fmt: skip
-    """y_row[pos] += s2[pos] B_down^T, one pair tile a program: each B is read once for all rows of its tile."""
+                       BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SPAN_D: tl.constexpr, BLOCK_R: tl.constexpr,
+                       STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """y_row[pos] += s2[pos] B_down^T: one pair tile, SPAN_D columns a program; B is read once for all rows of a tile."""
     wait_for_previous(PDL)
     entry = tl.program_id(1)
     num_entries = tl.load(route.header + 1)
@@ -98,15 +98,33 @@ def expand_down_kernel(y_row_ptr, s_ptr, route, table, num_experts, slots_1, s_s
     if (entry < num_entries) & (count > 0) & (slot >= 0):
         record = (slot * num_experts + bin_id // slots_1) * 3 + 2
         lora_rank = tl.load(table.lora_rank + record)
-        if lora_rank > 0:
-            m = tl.arange(0, BLOCK_M)
-            row_mask = m < count
-            pos = (start + m).to(tl.int64)
-            d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-            d_mask = d < D
-            y_ptrs = y_row_ptr + pos[:, None] * D + d[None, :]
-            mask = row_mask[:, None] & d_mask[None, :]
-            y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
-            y = expand(y, s_ptr + pos * s_stride, row_mask, tl.load(table.b_address + record), d, 1, d_mask, lora_rank,
-                       BLOCK_R, y_row_ptr.dtype.element_ty)  # fmt: skip
-            tl.store(y_ptrs, y.to(y_row_ptr.dtype.element_ty), mask=mask)
+        address = tl.load(table.b_address + record)
+        dtype: tl.constexpr = y_row_ptr.dtype.element_ty
+        m = tl.arange(0, BLOCK_M)
+        row_mask = m < count
+        pos = (start + m).to(tl.int64)
+        s_ptrs = s_ptr + pos * s_stride
+        first = tl.program_id(0) * SPAN_D
+        last = tl.minimum(first + SPAN_D, D)
+        if (lora_rank % 8 == 0) & (lora_rank <= BLOCK_R):
+            if lora_rank > 0:
+                r = tl.arange(0, BLOCK_R)
+                r_mask = r < lora_rank
+                s = tl.load(s_ptrs[:, None] + r[None, :], mask=row_mask[:, None] & r_mask[None, :], other=0.0)
+                b_row = aligned_pointer(address, dtype) + r[None, :]
+                stride = (lora_rank // 8) * 8
+                for d0 in tl.range(first, last, BLOCK_D, num_stages=STAGES):
+                    d = d0 + tl.arange(0, BLOCK_D)
+                    b_DR = tl.load(b_row + d[:, None] * stride, mask=(d < D)[:, None] & r_mask[None, :], other=0.0)
+                    y_ptrs = y_row_ptr + pos[:, None] * D + d[None, :]
+                    mask = row_mask[:, None] & (d < D)[None, :]
+                    y = tl.dot(s, tl.trans(b_DR), tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32))
+                    tl.store(y_ptrs, y.to(dtype), mask=mask)
+        else:
+            for d0 in range(first, last, BLOCK_D):
+                d = d0 + tl.arange(0, BLOCK_D)
+                y_ptrs = y_row_ptr + pos[:, None] * D + d[None, :]
+                mask = row_mask[:, None] & (d < D)[None, :]
+                y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+                y = expand(y, s_ptrs, row_mask, address, d, 1, d < D, lora_rank, BLOCK_R, dtype)
+                tl.store(y_ptrs, y.to(dtype), mask=mask)

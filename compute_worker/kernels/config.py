@@ -54,6 +54,8 @@ class MoEConfig:
     epilogue (of the down GEMM; the fused path's only choice)."""
     block_f: int = 128
     """Columns of an activation tile."""
+    span: int = 1
+    """Column tiles that one program of the activation (and of the grouped expand) walks."""
     act_warps: int = 4
     """Warps of an activation program."""
     block_d: int = 128

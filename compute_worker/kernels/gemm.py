@@ -2,7 +2,7 @@
 
 `expert_gemm_kernel` computes out[pos] = x[row] @ W[expert]^T. Its grid may start with shrink tiles: they read the same
 rows but other weights, so their bytes share the memory stream of the base weights. Its epilogue may add expanded deltas
-(EXPAND), one adapter segment of the tile after another, under the segment's row mask.
+(EXPAND_PROJ), the adapters of the tile side by side as extra K columns.
 `gate_up_act_kernel` computes gate and up columns side by side, adds their deltas and stores only the activation.
 `shrink_kernel` is the shrink alone, for the fused path, where it must finish before the GEMM starts.
 
@@ -48,38 +48,88 @@ def _gathered_row(route, pos, row_mask, TOP_K: tl.constexpr):
 
 
 @triton.jit
-def _add_segments(acc, start, count, n, n_mask, proj: tl.constexpr, s_ptr, route, table, num_experts, slots_1,
-                  num_rows, s_stride, B_STEP: tl.constexpr, FIRST_PROJ: tl.constexpr, BLOCK_M: tl.constexpr,
-                  BLOCK_R: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    """Add each adapter segment's delta of column FIRST_PROJ + proj to its rows of acc.
+def _column_step(acc, lora_rank, address, b_step, site, r0, bin_c, rows_bin, row_ok, pos, n, n_mask, s_ptr, num_rows,
+                 s_stride, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """One extra K step: ranks r0 to r0 + BLOCK_R of COLUMNS / BLOCK_R adapters side by side.
 
-    Other rows get exact zeros added: their shrink results are masked, and adapters are finite by contract.
-
-    B_STEP: rows of B from one column to the next where gate and up share a pair.
+    lora_rank, address, b_step, site, bin_c: [COLUMNS], equal within an adapter's columns; every rank a multiple of 8, so
+    that 8 neighbouring columns are 16 bytes of B and of s. A row meets only the columns of its own bin.
     """
+    c = tl.arange(0, COLUMNS)
+    rank_c = r0 + c % BLOCK_R
+    ok = tl.max_constancy(rank_c < lora_rank, [8])
+    own = (rows_bin[:, None] == bin_c[None, :]) & row_ok[:, None] & ok[None, :]
+    b = address.to(tl.pointer_type(DTYPE))
+    b_ptrs = b[None, :] + n[:, None] * (b_step * lora_rank)[None, :] + rank_c[None, :]
+    b_ptrs = tl.max_contiguous(tl.multiple_of(b_ptrs, [1, 16]), [1, 8])
+    b_NC = tl.load(b_ptrs, mask=n_mask[:, None] & ok[None, :], other=0.0)
+    s_row = site[None, :] * num_rows + pos[:, None]
+    s_ptrs = s_ptr + s_row.to(tl.int64) * s_stride + rank_c[None, :]
+    s_ptrs = tl.max_contiguous(tl.multiple_of(s_ptrs, [1, 16]), [1, 8])
+    s_MC = tl.load(s_ptrs, mask=tl.max_constancy(own, [1, 8]), other=0.0)
+    return tl.dot(s_MC, tl.trans(b_NC), acc)
+
+
+@triton.jit
+def _add_deltas(acc, start, count, expert, n, n_mask, s_ptr, route, table, num_experts, slots_1, num_rows, s_stride,
+                B_STEP: tl.constexpr, FIRST_PROJ: tl.constexpr, PROJ: tl.constexpr, BLOCK_M: tl.constexpr,
+                BLOCK_R: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """Add the deltas of all adapters of a base tile, of table column PROJ, to acc [BLOCK_M, N].
+
+    The ranks of several adapters sit side by side as extra K columns, so a tile of many adapters takes few steps.
+    Other adapters' columns meet a row as exact zeros; adapters are finite by contract. B_STEP: rows of B from one
+    column to the next where gate and up share a pair.
+    """
+    COLUMNS: tl.constexpr = 64
     m = tl.arange(0, BLOCK_M)
-    first = start
-    end = start + count
-    while first < end:
-        bin_id = tl.load(route.row_bin + first)
-        last = tl.minimum(tl.load(route.pair_end + first), end)
-        slot = bin_id % slots_1 - 1
-        if slot >= 0:
-            record = (slot * num_experts + bin_id // slots_1) * 3 + FIRST_PROJ + proj
-            lora_rank = tl.load(table.lora_rank + record)
-            if lora_rank > 0:
-                site = proj
+    pos = start + m
+    row_ok = m < count
+    rows_bin = tl.load(route.row_bin + pos, mask=row_ok, other=0)
+    slot_first = tl.maximum(tl.load(route.row_bin + start) % slots_1 - 1, 0)
+    slot_last = tl.load(route.row_bin + start + count - 1) % slots_1 - 1
+    group = tl.arange(0, COLUMNS) // BLOCK_R
+    for q in range(slot_first, slot_last + 1, COLUMNS // BLOCK_R):
+        rank_c = tl.zeros([COLUMNS], tl.int32)
+        step_c = tl.zeros([COLUMNS], tl.int32) + 1
+        site_c = tl.zeros([COLUMNS], tl.int32)
+        address_c = tl.zeros([COLUMNS], tl.int64)
+        max_rank = 0
+        odd = 0
+        for g in tl.static_range(COLUMNS // BLOCK_R):
+            present = q + g <= slot_last
+            record = ((q + g) * num_experts + expert) * 3 + PROJ
+            lora_rank = tl.load(table.lora_rank + record, mask=present, other=0)
+            address = tl.load(table.b_address + record, mask=present, other=0)
+            max_rank = tl.maximum(max_rank, lora_rank)
+            odd += lora_rank % 8
+            rank_c = tl.where(group == g, (lora_rank // 8) * 8, rank_c)
+            address_c = tl.where(group == g, (address // 16) * 16, address_c)
+            if FIRST_PROJ == 0:
+                gate_a = tl.load(table.a_address + record - PROJ, mask=present, other=0)
+                up_a = tl.load(table.a_address + record - PROJ + 1, mask=present, other=0)
+                site_c = tl.where((group == g) & (gate_a != up_a), PROJ, site_c)
+                step_c = tl.where((group == g) & (gate_a == up_a), B_STEP, step_c)
+        if odd == 0:
+            for r0 in tl.range(0, max_rank, BLOCK_R, num_stages=1):
+                acc = _column_step(acc, rank_c, address_c, step_c, site_c, r0, expert * slots_1 + q + group + 1, rows_bin,
+                                   row_ok, pos, n, n_mask, s_ptr, num_rows, s_stride, BLOCK_R, COLUMNS,
+                                   DTYPE)  # fmt: skip
+        else:
+            for i in range(COLUMNS // BLOCK_R):
+                present = q + i <= slot_last
+                record = ((q + i) * num_experts + expert) * 3 + PROJ
+                site = 0
                 step = 1
                 if FIRST_PROJ == 0:
-                    shared_a = tl.load(table.a_address + record - proj) == tl.load(table.a_address + record - proj + 1)
-                    site = tl.where(shared_a, 0, proj)
-                    step = tl.where(shared_a, B_STEP, 1)
-                pos = start + m
-                mask = (pos >= first) & (pos < last)
+                    gate_a = tl.load(table.a_address + record - PROJ, mask=present, other=0)
+                    up_a = tl.load(table.a_address + record - PROJ + 1, mask=present, other=0)
+                    site = tl.where(gate_a == up_a, 0, PROJ)
+                    step = tl.where(gate_a == up_a, B_STEP, 1)
                 s_row = (site * num_rows + pos).to(tl.int64) * s_stride
-                acc = expand(acc, s_ptr + s_row, mask, tl.load(table.b_address + record), n, step, n_mask, lora_rank,
-                             BLOCK_R, DTYPE)  # fmt: skip
-        first = last
+                own = row_ok & (rows_bin == expert * slots_1 + q + i + 1)
+                acc = expand(acc, s_ptr + s_row, own, tl.load(table.b_address + record, mask=present, other=0), n, step,
+                             n_mask, tl.load(table.lora_rank + record, mask=present, other=0), BLOCK_R,
+                             DTYPE)  # fmt: skip
     return acc
 
 
@@ -138,9 +188,9 @@ def expert_gemm_kernel(x_ptr, w, out_ptr, s_ptr, route, table, num_shrink, num_e
             if SWAP:
                 acc = tl.trans(acc)
             if EXPAND_PROJ >= 0:
-                acc = _add_segments(acc, start, count, n, n_mask, 0, s_ptr, route, table, num_experts, slots_1,
-                                    num_rows, s_stride, 1, EXPAND_PROJ, BLOCK_M, BLOCK_R,
-                                    x_ptr.dtype.element_ty)  # fmt: skip
+                acc = _add_deltas(acc, start, count, expert, n, n_mask, s_ptr, route, table, num_experts, slots_1,
+                                  num_rows, s_stride, 1, EXPAND_PROJ, EXPAND_PROJ, BLOCK_M, BLOCK_R,
+                                  x_ptr.dtype.element_ty)  # fmt: skip
             out_ptrs = out_ptr + pos.to(tl.int64)[:, None] * N + n[None, :]
             tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
 
@@ -192,10 +242,10 @@ def gate_up_act_kernel(x_ptr, w, act_ptr, s_ptr, route, table, num_experts, slot
             up = tl.dot(x, tl.trans(w_up), up)
         if HAS_LORA:
             B_STEP: tl.constexpr = 2 if INTERLEAVED else 1
-            gate = _add_segments(gate, start, count, f, f_mask, 0, s_ptr, route, table, num_experts, slots_1,
-                                 num_rows, s_stride, B_STEP, 0, BLOCK_M, BLOCK_R, x_ptr.dtype.element_ty)  # fmt: skip
-            up = _add_segments(up, start, count, f, f_mask, 1, s_ptr, route, table, num_experts, slots_1,
-                               num_rows, s_stride, B_STEP, 0, BLOCK_M, BLOCK_R, x_ptr.dtype.element_ty)  # fmt: skip
+            gate = _add_deltas(gate, start, count, expert, f, f_mask, s_ptr, route, table, num_experts, slots_1,
+                               num_rows, s_stride, B_STEP, 0, 0, BLOCK_M, BLOCK_R, x_ptr.dtype.element_ty)  # fmt: skip
+            up = _add_deltas(up, start, count, expert, f, f_mask, s_ptr, route, table, num_experts, slots_1,
+                             num_rows, s_stride, B_STEP, 0, 1, BLOCK_M, BLOCK_R, x_ptr.dtype.element_ty)  # fmt: skip
         act = activate(gate, up, alpha, limit, ACTIVATION)
         act_ptrs = act_ptr + pos.to(tl.int64)[:, None] * F + f[None, :]
         tl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=row_mask[:, None] & f_mask[None, :])

@@ -127,10 +127,11 @@ def _gate_up_split(step: _Step, top_k: int) -> torch.Tensor:
     s_gemm = s if gated or table is None else s[1]
     _gemm(step, step.x_TD, w.gate_up_eND, gate_up, s_gemm, config.gate_up, top_k, first_proj, num_proj)
     act = step.empty(step.num_rows, f)
-    activation_kernel[(triton.cdiv(f, config.block_f), step.pair_tiles)](
+    activation_kernel[(triton.cdiv(f, config.block_f * config.span), step.pair_tiles)](
         gate_up, act, s, step.route, step.pointers, w.num_experts, step.slots_1, step.num_rows, step.s_stride,
         w.swiglu_alpha, w.swiglu_limit, F=f, GATED=gated, INTERLEAVED=w.interleaved, ACTIVATION=int(w.activation),
-        HAS_LORA=table is not None, BLOCK_M=config.pair_block_m, BLOCK_F=config.block_f, BLOCK_R=step.block_r,
+        HAS_LORA=table is not None, BLOCK_M=config.pair_block_m, BLOCK_F=config.block_f,
+        SPAN_F=config.block_f * config.span, BLOCK_R=step.block_r, STAGES=3 if config.span > 1 else 1,
         num_warps=config.act_warps, **step.pdl,
     )  # fmt: skip
     return act
@@ -171,9 +172,10 @@ def _down(step: _Step, act_nF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
         _gemm(step, act_nF, w.down_eDF, y, s, config.down, 0, 2, 1)
         if config.expand_down == "grouped":
             block_d = min(128, triton.next_power_of_2(w.hidden_size))
-            expand_down_kernel[(triton.cdiv(w.hidden_size, block_d), step.pair_tiles)](
+            expand_down_kernel[(triton.cdiv(w.hidden_size, block_d * config.span), step.pair_tiles)](
                 y, s, step.route, step.pointers, w.num_experts, step.slots_1, step.s_stride, D=w.hidden_size,
-                BLOCK_M=config.pair_block_m, BLOCK_D=block_d, BLOCK_R=step.block_r, num_warps=4, **step.pdl,
+                BLOCK_M=config.pair_block_m, BLOCK_D=block_d, SPAN_D=block_d * config.span, BLOCK_R=step.block_r,
+                STAGES=3 if config.span > 1 else 1, num_warps=4, **step.pdl,
             )  # fmt: skip
     return y, s
 

@@ -27,7 +27,7 @@ CONFIGS = {
     "split_swapped": dataclasses.replace(
         SPLIT, gate_up=dataclasses.replace(_TILE, block_n=64, swap=True), down=dataclasses.replace(_TILE, swap=True)
     ),
-    "grouped": dataclasses.replace(SPLIT, block_m=32, expand_down="grouped"),
+    "grouped": dataclasses.replace(SPLIT, block_m=32, expand_down="grouped", block_f=16, span=2),
     "fused": dataclasses.replace(SPLIT, block_m=32, fused=True, expand_down="epilogue"),
 }
 FULL = {"gate": [16] * 4, "up": [16] * 4, "down": [16] * 4}
