@@ -65,7 +65,9 @@ class Layer:
             shape=shape,
             weights=[
                 MoEWeights(
-                    gate_up_eND=_random((e, 2 * f, d), d**-0.5, device), down_eDF=_random((e, d, f), f**-0.5, device)
+                    gate_up_eND=_random((e, 2 * f, d), d**-0.5, device),
+                    down_eDF=_random((e, d, f), f**-0.5, device),
+                    num_routed_experts=shape.routed_experts,
                 )
                 for _ in range(2)
             ],

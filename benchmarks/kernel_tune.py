@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.kernel_layer import Layer, Shape, layer_us
-from compute_worker.kernels import GemmTile, MoEConfig
+from benchmarks.kernel_layer import Layer, layer_us
+from compute_worker.kernels import GemmTile, MoEConfig, MoEWeights
+from compute_worker.kernels.config import rule
 
 
 def _tiles(*rows: tuple[int, int, int, int, str]) -> list[GemmTile]:
@@ -37,29 +38,21 @@ FUSED_SMALL_TILES = _tiles((64, 64, 4, 4, ""), (128, 64, 4, 3, "T"), (64, 64, 4,
 PREFILL_DOWN_TILES = _tiles((128, 64, 8, 4, "T"), (256, 64, 8, 3, "T"), (256, 64, 8, 4, "T"), (256, 64, 8, 3, ""))
 
 
-def structures(shape: Shape, num_tokens: int) -> list[MoEConfig]:
-    """Paths and row blocks worth trying for the rows an expert gets."""
-    rows = num_tokens * shape.top_k / shape.routed_experts
-    split = MoEConfig(block_m=16, pair_block_m=16, fused=False, gate_up=_with_order(DECODE_TILES[6]),
-                      down=_with_order(DECODE_TILES[2]), span=2, pdl=num_tokens <= 32)  # fmt: skip
-    wide = dataclasses.replace(split, block_m=64, gate_up=MIDDLE_TILES[0], down=MIDDLE_TILES[0], expand_down="grouped")
-    fused = MoEConfig(block_m=128, pair_block_m=32, fused=True, expand_down="epilogue", shrink_block_k=64,
-                      gate_up=_with_order(FUSED_GATE_UP_TILES[0]), down=_with_order(PREFILL_DOWN_TILES[2]))  # fmt: skip
-    small = dataclasses.replace(fused, block_m=64, pair_block_m=16, gate_up=FUSED_SMALL_TILES[1], down=MIDDLE_TILES[2])
+def structures(weights: MoEWeights, top_k: int, num_tokens: int) -> list[MoEConfig]:
+    """The rule's configuration and other paths or row blocks worth trying for the rows an expert gets."""
+    rows = num_tokens * top_k / weights.routed_experts
+    first = rule(weights, num_tokens=num_tokens, top_k=top_k)
     if rows <= 4:
-        return [split]
+        return [first]
     if rows <= 24:
-        taller = dataclasses.replace(split, block_m=32, gate_up=_with_order(DECODE_TILES[3]),
-                                     down=_with_order(DECODE_TILES[6]))  # fmt: skip
-        return [split, taller, dataclasses.replace(taller, expand_down="grouped")]
+        other = "combine" if first.expand_down == "grouped" else "grouped"
+        return [first, dataclasses.replace(first, expand_down=other),
+                dataclasses.replace(first, block_m=48 - first.block_m)]  # fmt: skip
     if rows <= 96:
-        return [wide, small]
-    return [fused, dataclasses.replace(wide, block_m=128, gate_up=_with_order(MIDDLE_TILES[3]),
-                                       down=_with_order(MIDDLE_TILES[3]))]  # fmt: skip
-
-
-def _with_order(tile: GemmTile) -> GemmTile:
-    return dataclasses.replace(tile, n_fastest=True)
+        fused = dataclasses.replace(first, fused=True, expand_down="epilogue", shrink_block_k=64,
+                                    gate_up=FUSED_SMALL_TILES[1], down=MIDDLE_TILES[2])  # fmt: skip
+        return [first, fused]
+    return [first]
 
 
 def _tile_values(best: MoEConfig, field: str) -> list[GemmTile]:
@@ -85,7 +78,8 @@ def neighbours(best: MoEConfig, field: str) -> Iterator[MoEConfig]:
         return
     else:
         values = {"block_d": [32, 64, 128, 256], "combine_warps": [2, 4, 8], "block_f": [32, 64, 128],
-                  "act_warps": [1, 2, 4], "span": [1, 2, 3, 6], "shrink_block_k": [64, 128, 256], "pair_block_m": [16, 32, 64, 128],
+                  "act_warps": [1, 2, 4], "span": [1, 2, 3, 6], "shrink_block_k": [64, 128, 256],
+                  "pair_block_m": [16, 32, 64],
                   "pdl": [True, False]}[field]  # fmt: skip
     for value in values:
         if getattr(best, field) != value:
@@ -102,9 +96,9 @@ def fields_of(config: MoEConfig) -> list[str]:
     return [*fields, *(["combine_warps", "block_d"] if config.expand_down == "combine" else []), "gate_up", "down"]
 
 
-def all_candidates(shape: Shape, num_tokens: int) -> list[MoEConfig]:
+def all_candidates(weights: MoEWeights, top_k: int, num_tokens: int) -> list[MoEConfig]:
     """What the first fields could try from each structure; for compiling ahead."""
-    return [c for s in structures(shape, num_tokens)
+    return [c for s in structures(weights, top_k, num_tokens)
             for c in (s, *(c for field in fields_of(s)[:3] for c in neighbours(s, field)))]  # fmt: skip
 
 
@@ -126,7 +120,7 @@ def tune(layer: Layer, num_tokens: int, *, replays: int, deadline: float) -> tup
         return entry.get("base_us", float("inf")) + entry.get("lora_us", float("inf"))
 
     best, best_us = None, float("inf")
-    for config in structures(layer.shape, num_tokens):
+    for config in structures(layer.weights[0], layer.shape.top_k, num_tokens):
         us = measure(config)
         if us < best_us:
             best, best_us = config, us

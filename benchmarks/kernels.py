@@ -130,32 +130,36 @@ class Bench:
         }
 
 
-def _compile_share(share: tuple[str, list[tuple[int, MoEConfig]]]) -> None:
-    """Launch some candidates once on zeros, so that the compiler's disk cache has them."""
-    name, candidates = share
-    shape, device = SHAPES[name], torch.device("cuda")
-    layer = Layer.random(shape, device)
-    tables = layer.tables([16])
-    for tokens, config in candidates:
-        batch = layer.batches(num_tokens=min(tokens, 256), num_adapters=1, half=False, seed=0)[0]
-        for used in (None, tables):
-            try:
-                run_layer(layer, batch, 0, used, config)
-                torch.cuda.synchronize()
-            except Exception as error:  # does not fit this GPU: the tuner will see the same and skip it
-                print(f"compile {name} {tokens}: {type(error).__name__}", file=sys.stderr)
+def _compile_share(share: tuple[int, int, list[str], list[int], bool]) -> None:
+    """Launch every `count`-th configuration once, so that the compiler's disk cache has its kernels."""
+    index, count, names, tokens, tuning = share
+    device = torch.device("cuda")
+    for name in names:
+        layer = Layer.random(SHAPES[name], device)
+        weights, top_k = layer.weights[0], layer.shape.top_k
+        jobs: dict[str, tuple[int, MoEConfig, int]] = {}
+        for t in tokens:
+            chosen = choose_config(weights, num_tokens=t, top_k=top_k, device_name=torch.cuda.get_device_name())
+            candidates = kernel_tune.all_candidates(weights, top_k, t) if tuning else [chosen]
+            for config in candidates:
+                for rank in (16,) if tuning else (0, 16, 64):
+                    jobs.setdefault(f"{config.to_dict()} {rank}", (t, config, rank))
+        for t, config, rank in list(jobs.values())[index::count]:
+            batch = layer.batches(num_tokens=t, num_adapters=1, half=False, seed=0)[0]
+            for tables in (None, layer.tables([rank])) if tuning else (layer.tables([rank]) if rank else None,):
+                try:
+                    run_layer(layer, batch if tables else batch.base_only(), 0, tables, config)
+                    torch.cuda.synchronize()
+                except Exception as error:  # does not fit this GPU: the tuner will see the same and skip it
+                    print(f"compile {name} {t}: {type(error).__name__} {error}"[:200], file=sys.stderr)
+        del layer, weights
 
 
-def compile_ahead(shape_name: str, tokens: list[int], processes: int) -> None:
-    """Compile the tuner's candidates in parallel processes."""
-    seen: dict[str, tuple[int, MoEConfig]] = {}
-    for t in tokens:
-        for config in kernel_tune.all_candidates(SHAPES[shape_name], t):
-            seen.setdefault(json.dumps(config.to_dict()), (t, config))
-    jobs = list(seen.values())
+def compile_ahead(names: list[str], tokens: list[int], processes: int, *, tuning: bool) -> None:
+    """Compile the cells' configurations, or the tuner's candidates, in parallel processes."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(processes) as pool:
-        pool.map(_compile_share, [(shape_name, jobs[i::processes]) for i in range(processes)])
+        pool.map(_compile_share, [(i, processes, names, tokens, tuning) for i in range(processes)], chunksize=1)
 
 
 def _save(path: Path, value: Any) -> None:
@@ -171,7 +175,7 @@ def run_tuning(layer: Layer, tokens: list[int], args: argparse.Namespace, deadli
     logs = json.loads(log_path.read_text()) if log_path.exists() else {}
     key = shape_key(layer.weights[0], layer.shape.top_k)
     configs: dict[int, MoEConfig] = {}
-    for t in sorted(tokens):
+    for t in tokens:
         if time.monotonic() > deadline:
             break
         configs[token_bucket(t)], log = kernel_tune.tune(layer, t, replays=8 if t <= 1024 else 5, deadline=deadline)
@@ -232,16 +236,16 @@ def main() -> None:
     tokens = [int(t) for t in args.tokens.split(",")]
     tune_tokens = [int(t) for t in args.tune_tokens.split(",")]
     names = args.shapes.split(",")
+    if args.compile_processes:
+        compile_ahead(names, tune_tokens if args.tune else tokens, args.compile_processes, tuning=args.tune)
+        print(f"compiled ahead by {time.monotonic() - start:.0f} s", flush=True)
+    if args.compile_only:
+        return
     results = json.loads(args.out.read_text()) if args.out.exists() else {"cells": []}
     results["hardware"] = torch.cuda.get_device_name()
     results["versions"] = {"torch": torch.__version__, "triton": triton.__version__}
     reference = json.loads(REFERENCE.read_text())["cells"]
     for i, name in enumerate(names):
-        if args.compile_processes:
-            compile_ahead(name, tune_tokens, args.compile_processes)
-            print(f"compiled ahead for {name} by {time.monotonic() - start:.0f} s", flush=True)
-        if args.compile_only:
-            continue
         layer = Layer.random(SHAPES[name], torch.device("cuda"))
         configs: dict[int, MoEConfig] = {}
         if args.tune:

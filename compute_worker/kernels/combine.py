@@ -87,7 +87,7 @@ def combine_kernel(y_row_ptr, expert_ptr, weight_ptr, slot_ptr, out_ptr, s_ptr, 
 def expand_down_kernel(y_row_ptr, s_ptr, route, table, num_experts, slots_1, s_stride, D: tl.constexpr,
                        BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SPAN_D: tl.constexpr, BLOCK_R: tl.constexpr,
                        STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """y_row[pos] += s2[pos] B_down^T: one pair tile, SPAN_D columns a program; B is read once for all rows of a tile."""
+    """y_row[pos] += s2[pos] B_down^T: one pair tile, SPAN_D columns a program; B is read once for its rows."""
     wait_for_previous(PDL)
     entry = tl.program_id(1)
     num_entries = tl.load(route.header + 1)

@@ -81,23 +81,45 @@ def token_bucket(num_tokens: int) -> int:
 
 def shape_key(weights: MoEWeights, top_k: int) -> str:
     """Name of a layer shape in the config files."""
-    return f"e{weights.num_experts}_k{top_k}_d{weights.hidden_size}_f{weights.intermediate_size}"
+    experts = f"e{weights.num_experts}of{weights.routed_experts}"
+    return f"{experts}_k{top_k}_d{weights.hidden_size}_f{weights.intermediate_size}"
 
 
-def rule(*, num_tokens: int, num_experts: int, top_k: int, gated: bool) -> MoEConfig:
-    """A configuration for a shape that nobody tuned, from the average rows per expert of the bucket."""
-    rows_per_expert = token_bucket(num_tokens) * top_k / num_experts
-    if rows_per_expert >= 128 and gated:
+# An expert's weight matrix up to this size stays in L2 while all programs of one of its tiles run.
+_L2_FRIENDLY_BYTES = 16 << 20
+
+
+def rule(weights: MoEWeights, *, num_tokens: int, top_k: int) -> MoEConfig:
+    """A configuration for a shape that nobody tuned, from the rows an expert can expect in the bucket."""
+    rows = token_bucket(num_tokens) * top_k / weights.routed_experts
+    expert_bytes = weights.gate_up_eND[0].numel() * weights.gate_up_eND.element_size()
+    # Programs of one tile side by side share x; but where an expert has more tiles, its weights must not be read twice.
+    rows_first = expert_bytes <= _L2_FRIENDLY_BYTES
+    if rows >= 96 and weights.activation.gated:
         return MoEConfig(
-            block_m=128, pair_block_m=64, fused=True, expand_down="epilogue",
-            gate_up=GemmTile(block_n=64, block_k=64, num_warps=8, num_stages=4),
-            down=GemmTile(block_n=128, block_k=64, num_warps=8, num_stages=4),
+            block_m=128, pair_block_m=32, fused=True, expand_down="epilogue", shrink_block_k=64,
+            gate_up=GemmTile(block_n=128, block_k=64, num_warps=8, num_stages=4, tma=True, n_fastest=rows_first),
+            down=GemmTile(block_n=256, block_k=64, num_warps=8, num_stages=4, tma=True, n_fastest=rows_first),
         )  # fmt: skip
-    block_m = 16 if rows_per_expert <= 24 else 64
-    tile = GemmTile(block_n=64, block_k=128, num_warps=4, num_stages=4)
+    if rows > 24:
+        tile = GemmTile(block_n=128, block_k=64, num_warps=4, num_stages=3, n_fastest=rows_first)
+        return MoEConfig(
+            block_m=64, pair_block_m=16, fused=False, gate_up=tile, down=tile, expand_down="grouped", span=3,
+            shrink_block_k=256,
+        )  # fmt: skip
+    if rows > 8:
+        tile = GemmTile(block_n=64, block_k=128, num_warps=4, num_stages=4, tma=True, n_fastest=rows_first)
+        return MoEConfig(
+            block_m=32, pair_block_m=16, fused=False, gate_up=tile, down=tile, expand_down="grouped", span=3,
+            shrink_block_k=256,
+        )  # fmt: skip
+    # Where most rows of a token are remote, a walk over its k is mostly empty: group by pair instead.
+    local = weights.routed_experts == weights.num_experts
     return MoEConfig(
-        block_m=block_m, pair_block_m=16, fused=False, gate_up=tile, down=tile,
-        expand_down="combine" if rows_per_expert <= 24 else "grouped",
+        block_m=16, pair_block_m=16, fused=False, expand_down="combine" if local else "grouped", span=2,
+        gate_up=GemmTile(block_n=64, block_k=128, num_warps=4, num_stages=4, swap=True, tma=True, n_fastest=True),
+        down=GemmTile(block_n=128, block_k=128, num_warps=4, num_stages=3, swap=True, tma=True, n_fastest=True),
+        pdl=token_bucket(num_tokens) <= 32,
     )  # fmt: skip
 
 
@@ -119,4 +141,4 @@ def choose_config(weights: MoEWeights, *, num_tokens: int, top_k: int, device_na
         # Buckets between tuned ones take the nearest, the larger of two equally near.
         wanted = token_bucket(num_tokens).bit_length()
         return buckets[min(buckets, key=lambda b: (abs(int(b).bit_length() - wanted), -int(b)))]
-    return rule(num_tokens=num_tokens, num_experts=weights.num_experts, top_k=top_k, gated=weights.activation.gated)
+    return rule(weights, num_tokens=num_tokens, top_k=top_k)

@@ -52,8 +52,8 @@ def _column_step(acc, lora_rank, address, b_step, site, r0, bin_c, rows_bin, row
                  s_stride, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """One extra K step: ranks r0 to r0 + BLOCK_R of COLUMNS / BLOCK_R adapters side by side.
 
-    lora_rank, address, b_step, site, bin_c: [COLUMNS], equal within an adapter's columns; every rank a multiple of 8, so
-    that 8 neighbouring columns are 16 bytes of B and of s. A row meets only the columns of its own bin.
+    lora_rank, address, b_step, site, bin_c: [COLUMNS], equal within an adapter's columns; every rank a multiple of 8,
+    so that 8 neighbouring columns are 16 bytes of B and of s. A row meets only the columns of its own bin.
     """
     c = tl.arange(0, COLUMNS)
     rank_c = r0 + c % BLOCK_R
@@ -111,8 +111,8 @@ def _add_deltas(acc, start, count, expert, n, n_mask, s_ptr, route, table, num_e
                 step_c = tl.where((group == g) & (gate_a == up_a), B_STEP, step_c)
         if odd == 0:
             for r0 in tl.range(0, max_rank, BLOCK_R, num_stages=1):
-                acc = _column_step(acc, rank_c, address_c, step_c, site_c, r0, expert * slots_1 + q + group + 1, rows_bin,
-                                   row_ok, pos, n, n_mask, s_ptr, num_rows, s_stride, BLOCK_R, COLUMNS,
+                acc = _column_step(acc, rank_c, address_c, step_c, site_c, r0, expert * slots_1 + q + group + 1,
+                                   rows_bin, row_ok, pos, n, n_mask, s_ptr, num_rows, s_stride, BLOCK_R, COLUMNS,
                                    DTYPE)  # fmt: skip
         else:
             for i in range(COLUMNS // BLOCK_R):

@@ -39,6 +39,9 @@ class MoEWeights:
     interleaved: bool = False
     """True: gate and up rows alternate (gpt-oss). False: F gate rows, then F up rows."""
     activation: Activation = Activation.SILU_GATED
+    num_routed_experts: int | None = None
+    """Experts that the router chooses among, more than e under expert parallelism (None: e). Tile shapes are chosen by
+    the rows that an expert can expect."""
     swiglu_alpha: float = 1.702
     """Only CLAMPED_SWIGLU: the factor inside the sigmoid."""
     swiglu_limit: float = 7.0
@@ -64,6 +67,10 @@ class MoEWeights:
     @property
     def num_experts(self) -> int:
         return self.gate_up_eND.shape[0]
+
+    @property
+    def routed_experts(self) -> int:
+        return self.num_routed_experts or self.num_experts
 
     @property
     def hidden_size(self) -> int:

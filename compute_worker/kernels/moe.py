@@ -63,7 +63,8 @@ class _Step:
 
     @property
     def pdl(self) -> dict[str, bool]:
-        return {"PDL": self.config.pdl, "launch_pdl": self.config.pdl}
+        on = self.config.pdl and self.x_TD.is_cuda
+        return {"PDL": on, "launch_pdl": on}
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.x_TD.dtype, device=self.x_TD.device)
@@ -102,7 +103,7 @@ def moe(
     e, n = weights.num_experts, num_tokens * top_k
     route = build_route(
         topk_expert_TK, adapter_slot_T, num_experts=e, num_slots=num_slots, block_m=config.block_m,
-        pair_block_m=config.pair_block_m, pdl=config.pdl,
+        pair_block_m=config.pair_block_m, pdl=config.pdl and x_TD.is_cuda,
     )  # fmt: skip
     step = _Step(
         x_TD=x_TD, topk_expert_TK=topk_expert_TK, topk_weight_TK=topk_weight_TK, adapter_slot_T=adapter_slot_T,

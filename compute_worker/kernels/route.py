@@ -239,12 +239,11 @@ def build_route(
     route = Route(*(part[:size] for part, size in zip(buffer.split(padded), sizes, strict=True)))
     all_experts = triton.next_power_of_2(num_experts + 1)
     if n <= SMALL_ROWS:
-        # One warp a program: every sum over rows stays inside it.
-        block_i = 4
+        block_i, all_rows = 4, triton.next_power_of_2(n)
         route_small_kernel[(triton.cdiv(n, block_i),)](
             topk_expert_TK, adapter_slot_T, route, n, num_experts, slots_1, TOP_K=top_k,
-            ALL_ROWS=triton.next_power_of_2(n), ALL_EXPERTS=all_experts, BLOCK_I=block_i, BLOCK_J=128,
-            BLOCK_M=block_m, PAIR_BLOCK_M=pair_block_m, PDL=pdl, launch_pdl=pdl, num_warps=1,
+            ALL_ROWS=all_rows, ALL_EXPERTS=all_experts, BLOCK_I=block_i, BLOCK_J=min(512, max(128, all_rows)),
+            BLOCK_M=block_m, PAIR_BLOCK_M=pair_block_m, PDL=pdl, launch_pdl=pdl, num_warps=1 if n <= 128 else 4,
         )  # fmt: skip
         return route
     num_bins = num_experts * slots_1

@@ -5,9 +5,11 @@ import dataclasses
 import pytest
 import torch
 
-from compute_worker.kernels import Activation, GemmTile, MoEConfig, moe, moe_reference
-from compute_worker.kernels import route as route_module
-from tests.kernels.cases import (
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from compute_worker.kernels import Activation, GemmTile, MoEConfig, moe, moe_reference  # noqa: E402
+from compute_worker.kernels import route as route_module  # noqa: E402
+from tests.kernels.cases import (  # noqa: E402
     DEVICE,
     DTYPE,
     TOLERANCE,
