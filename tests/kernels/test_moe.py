@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from compute_worker.kernels import Activation, GemmTile, MoEConfig, moe, moe_reference  # noqa: E402
-from compute_worker.kernels import route as route_module  # noqa: E402
-from tests.kernels.cases import (  # noqa: E402
+from compute_worker.kernels import Activation, GemmTile, MoEConfig, moe, moe_reference
+from compute_worker.kernels import route as route_module
+from tests.kernels.cases import (
     DEVICE,
     DTYPE,
     TOLERANCE,

@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from compute_worker.kernels import route as route_module  # noqa: E402
-from compute_worker.kernels.route import build_route  # noqa: E402
-from tests.kernels.cases import DEVICE  # noqa: E402
+from compute_worker.kernels import route as route_module
+from compute_worker.kernels.route import build_route
+from tests.kernels.cases import DEVICE
 
 
 def _check(expert_TK, slot_T, num_experts, num_slots, block_m, pair_block_m):
