@@ -37,22 +37,30 @@ def test_the_demo_agrees_with_peft_and_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize(
-    "tokens, change, agrees",
-    [([5, 6], 0.0, True), ([5, 6], 9e-5, True), ([5, 6], 2e-4, False), ([5, 7], 0.0, False), ([5], 0.0, False)],
-    ids=["equal", "rounding", "logit off", "other token", "too short"],
+    "dtype, tokens, change, agrees",
+    [
+        ("float32", [5, 6], 0.0, True),
+        ("float32", [5, 6], 9e-5, True),
+        ("float32", [5, 6], 2e-4, False),
+        ("float32", [5, 7], 0.0, False),
+        ("float32", [5], 0.0, False),
+        ("bfloat16", [5, 6], 0.01, True),
+        ("bfloat16", [5, 6], 0.1, False),
+        ("bfloat16", [5, 7], 0.0, False),
+    ],
+    ids=["equal", "rounding", "off", "other token", "too short", "bf16 rounding", "bf16 off", "bf16 other token"],
 )
 def test_an_answer_that_differs_is_seen(
-    monkeypatch: pytest.MonkeyPatch, tokens: list[int], change: float, agrees: bool
+    monkeypatch: pytest.MonkeyPatch, dtype: str, tokens: list[int], change: float, agrees: bool
 ) -> None:
     monkeypatch.syspath_prepend(str(DEMO))
     import demo
     from prompts import Answer
 
-    expected = Answer(prompt_ids=[1], token_ids=[5, 6], logits_TV=torch.zeros(2, 8))
-    logits_TV = torch.zeros(len(tokens), 8)
-    logits_TV[0, 3] = change
+    expected = Answer(prompt_ids=[1], token_ids=[5, 6], logits_TV=torch.ones(2, 8))
+    logits_TV = torch.ones(len(tokens), 8) + change
     served = demo.Served(answer=Answer(prompt_ids=[1], token_ids=tokens, logits_TV=logits_TV), text="", ep_rank=0)
-    comparison = demo.Comparison(adapter_name="", served=served, expected=expected)
+    comparison = demo.Comparison(adapter_name="", served=served, expected=expected, dtype=dtype)
     assert comparison.agrees is agrees
 
 
