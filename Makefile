@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 RANKS ?= 2
 SERVE_ARGS ?=
+DEMO_ARGS ?=
 PYTEST_ARGS ?=
 BENCH ?= kernels
 BENCH_ARGS ?=
@@ -34,7 +35,7 @@ setup: $(INSTALLED) ## Make .venv with everything in it
 
 .PHONY: demo
 demo: setup ## Train an adapter, serve it with 2 ranks beside another one, compare every answer with PEFT's
-	$(BIN)/python examples/demo/demo.py
+	$(BIN)/python examples/demo/demo.py $(DEMO_ARGS)
 
 .PHONY: serve
 serve: setup ## Serve a checkpoint: make serve MODEL=path [RANKS=2] [SERVE_ARGS="--adapter name=path"]
