@@ -13,6 +13,9 @@ from compute_worker.requests import Finish, GenerateOutput, Sequence
 from compute_worker.sampler import Sampler
 from compute_worker.scheduler import Chunk, Scheduler
 
+_LOGITS_MESSAGE_BYTES = 3 << 20
+"""Prompt logits in one message, well under the 4 MiB that a gRPC client takes by default."""
+
 
 class GenerateStep:
     """Runs planned chunks through the model, samples, and sends what came out.
@@ -88,25 +91,21 @@ class GenerateStep:
     def _send(self, chunk: Chunk, token: int | None, logits_NV: torch.Tensor, rows: range) -> None:
         sequence = chunk.sequence
         request = sequence.request
-        prompt_logits = None
+        outputs: list[GenerateOutput] = []
         if request.return_prompt_logits and chunk.start < sequence.num_prompt:
-            prompt_logits = _to_numpy(logits_NV[rows.start : rows.stop])
+            prompt_NV = _to_numpy(logits_NV[rows.start : rows.stop])
+            step = max(1, _LOGITS_MESSAGE_BYTES // prompt_NV[0].nbytes)
+            outputs += [
+                GenerateOutput(prompt_logits_NV=prompt_NV[start : start + step])
+                for start in range(0, len(prompt_NV), step)
+            ]
         finish = Finish.NOT_YET
-        logits = None
         if token is not None:
             sequence.token_ids.append(token)
             finish = _finish_of(sequence, token)
-            if request.return_logits:
-                logits = _to_numpy(logits_NV[rows.stop - 1 : rows.stop])
-        elif prompt_logits is None:
-            return
-        output = GenerateOutput(
-            token_ids=() if token is None else (token,),
-            logits_NV=logits,
-            prompt_logits_NV=prompt_logits,
-            finish=finish,
-        )
-        if not sequence.outputs.put(output):
+            logits = _to_numpy(logits_NV[rows.stop - 1 : rows.stop]) if request.return_logits else None
+            outputs.append(GenerateOutput(token_ids=(token,), logits_NV=logits, finish=finish))
+        if not all(sequence.outputs.put(output) for output in outputs):
             sequence.outputs.put(sequence.slow_reader_error())
             sequence.cancelled = True
         elif finish is not Finish.NOT_YET:

@@ -21,6 +21,7 @@ from epilora.v1 import worker_service_pb2 as pb
 from epilora.v1 import worker_service_pb2_grpc
 
 _FORWARDS_IN_FLIGHT = 16
+_MAX_PROMPT_LOGITS_BYTES = 256 << 20
 
 
 class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
@@ -129,6 +130,14 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
                 f"token id {bad[0]} is outside the vocabulary of {vocab_size}",
                 reason="BAD_TOKEN_ID",
                 field="token_ids",
+            )
+        logits_bytes = num_prompt * vocab_size * 4
+        if request.return_prompt_logits and logits_bytes > _MAX_PROMPT_LOGITS_BYTES:
+            raise InvalidArgumentError(
+                f"the logits of {num_prompt} prompt tokens are {logits_bytes} bytes, expected at most "
+                f"{_MAX_PROMPT_LOGITS_BYTES}; send a shorter prompt, or leave out return_prompt_logits",
+                reason="PROMPT_LOGITS_TOO_LARGE",
+                field="return_prompt_logits",
             )
         if worker.loop.num_queued >= worker.settings.max_queued_requests:
             raise ResourceExhaustedError(

@@ -31,6 +31,10 @@ class Oracle:
             warnings.simplefilter("ignore")
             self._model = (base if adapter is None else PeftModel.from_pretrained(base, adapter)).eval()
 
+    def submodule(self, path: str) -> torch.nn.Module:
+        """A part of the model, by its path."""
+        return self._model.get_submodule(path)
+
     @torch.no_grad()
     def logits(self, token_ids: list[int]) -> torch.Tensor:
         """fp32 [len(token_ids), vocabulary]."""
