@@ -46,7 +46,7 @@ def _check(expert_TK, slot_T, num_experts, num_slots, block_m, pair_block_m):
 
 
 @pytest.mark.parametrize("small_rows", [2048, 0], ids=["one_launch", "counting"])
-@pytest.mark.parametrize("tokens, experts, slots", [(1, 3, 0), (5, 2, 1), (40, 5, 3), (70, 2, 2)])
+@pytest.mark.parametrize("tokens, experts, slots", [(1, 3, 0), (5, 2, 1), (30, 5, 3)])
 def test_route_matches_a_stable_sort(monkeypatch, small_rows, tokens, experts, slots):
     monkeypatch.setattr(route_module, "SMALL_ROWS", small_rows)
     g = torch.Generator().manual_seed(tokens)
