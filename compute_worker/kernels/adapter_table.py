@@ -29,7 +29,7 @@ class ProjectionSlice:
     lora_rank: torch.Tensor
     """int32 [e] on the CPU; 0 where the expert has no pair."""
     scale: torch.Tensor
-    """float32 [e] on the CPU."""
+    """float32 [e], on the CPU or on the table's device."""
 
 
 LayerAdapter = Mapping[str, ProjectionSlice]
@@ -43,6 +43,11 @@ class TablePointers(NamedTuple):
     a_address: torch.Tensor
     b_address: torch.Tensor
     scale: torch.Tensor
+
+
+def _columns(name: str) -> tuple[int, ...]:
+    """Table columns that a projection fills. Example: "gate_up" -> (0, 1), "down" -> (2,)."""
+    return tuple(PROJECTIONS.index(column) for column in (("gate", "up") if name == "gate_up" else (name,)))
 
 
 class AdapterTable:
@@ -78,8 +83,9 @@ class AdapterTable:
     def set_slot(self, adapter_slot: int, adapter: LayerAdapter) -> None:
         """Point adapter_slot at an adapter's slices; ordered on the current stream like any other write.
 
-        The table keeps the slices alive until clear_slot or the next set_slot. Raises ValueError for a slot, shape,
-        dtype or rank that does not fit the layer.
+        The table keeps the slices alive until clear_slot or the next set_slot. A and B must be finite (in the fused
+        path other rows meet them as exact zeros times B): the caller checks once, when it stages them. Raises
+        ValueError for a slot, shape, dtype or rank that does not fit the layer.
         """
         self._check_slot(adapter_slot)
         if "gate_up" in adapter and ("gate" in adapter or "up" in adapter):
@@ -88,8 +94,12 @@ class AdapterTable:
         for name, piece in adapter.items():
             self._check_piece(name, piece)
             self._fill(rows, name, piece)
-        for target, row in zip(self.pointers, rows, strict=True):
+        for target, row in zip(self.pointers[:3], rows[:3], strict=True):
             target[adapter_slot].copy_(row)
+        # Scales may live on the device already; they are copied there, so that nothing waits for it.
+        for name, piece in adapter.items():
+            for c in _columns(name):
+                self.pointers.scale[adapter_slot, :, c].copy_(piece.scale)
         self._owned[adapter_slot] = dict(adapter)
 
     def clear_slot(self, adapter_slot: int) -> None:
@@ -145,10 +155,7 @@ class AdapterTable:
         b_address = piece.b.data_ptr() + first * out_size * size
         # The up half of a shared pair starts F rows of B later or, where the model interleaves them, one row later.
         up_rows = 1 if self.interleaved else self.intermediate_size
-        targets = {"gate_up": (("gate", 0), ("up", up_rows))}.get(name, ((name, 0),))
-        for column, skip_rows in targets:
-            c = PROJECTIONS.index(column)
+        for i, c in enumerate(_columns(name)):
             rows.lora_rank[:, c] = piece.lora_rank
             rows.a_address[:, c] = a_address
-            rows.b_address[:, c] = b_address + skip_rows * ranks * size
-            rows.scale[:, c] = piece.scale
+            rows.b_address[:, c] = b_address + i * up_rows * ranks * size
