@@ -1,7 +1,7 @@
 """Builds transformers' model with this rank's experts only, and fills it from a checkpoint or with random weights.
 
-The model is built without memory (meta device). Its 3D expert parameters [E, out, in] are replaced by the local slots'
-[e, out, in]; then everything gets memory once, and each weight is copied from the mapped file straight into its place.
+The model is built without memory (meta device). The experts' parameters, all [E, ...], are replaced by the local slots'
+[e, ...]; then everything gets memory once, and each weight is copied from the mapped file straight into its place.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from pathlib import Path
 import structlog
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from compute_worker.checkpoint_files import CheckpointFiles
 from compute_worker.checkpoint_keys import CheckpointPlan, plan_checkpoint
+from compute_worker.experts_modules import ExpertsTraits, shape_of
+from compute_worker.model_description import build_without_memory
 from compute_worker.process_memory import used_bytes
 from epilora.errors import InvalidArgumentError
 from epilora.load_spec import MoEEPLoadSpec
+from epilora.model_spec import MoELayerSpec
 from epilora.settings import WorkerSettings
 
 ATTENTION_IMPLEMENTATION = "epilora_paged"
 EXPERTS_IMPLEMENTATION = "epilora"
 
-_FIRST_NAMES = ("gate_up_proj", "up_proj")
-_SECOND_NAME = "down_proj"
 _RANDOM_STD = 0.02
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -56,7 +57,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ExpertParameter:
-    """A 3D expert parameter of which this rank holds some slots."""
+    """A parameter [E, ...] of an experts module, of which this rank holds some slots."""
 
     owner: nn.Module
     attribute: str
@@ -82,14 +83,14 @@ def load_model(settings: WorkerSettings, load_spec: MoEEPLoadSpec, device: torch
         InvalidArgumentError: the weights do not fit config.json, some are missing, or they are broken.
     """
     config = AutoConfig.from_pretrained(settings.model)
+    _refuse_quantized(settings, config)
     dtype = _dtype_of(settings.dtype, config)
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config,
-            attn_implementation=ATTENTION_IMPLEMENTATION,
-            experts_implementation=EXPERTS_IMPLEMENTATION,
-            dtype=dtype,
-        )
+    model = build_without_memory(
+        settings.model,
+        attn_implementation=ATTENTION_IMPLEMENTATION,
+        experts_implementation=EXPERTS_IMPLEMENTATION,
+        dtype=dtype,
+    )
     model.tie_weights()
     model.requires_grad_(False).eval()
     experts = _expert_parameters(model, load_spec)
@@ -120,6 +121,16 @@ def load_model(settings: WorkerSettings, load_spec: MoEEPLoadSpec, device: torch
     return loaded
 
 
+def _refuse_quantized(settings: WorkerSettings, config: object) -> None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization and settings.load_format != "random":
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise InvalidArgumentError(
+            f"{settings.model} holds quantized weights ({method}); save it dequantized with transformers and use that",
+            reason="UNSUPPORTED_CHECKPOINT",
+        )
+
+
 def _dtype_of(wanted: str, config: object) -> torch.dtype:
     if wanted != "auto":
         return _DTYPES[wanted]
@@ -133,24 +144,28 @@ def _expert_parameters(model: PreTrainedModel, load_spec: MoEEPLoadSpec) -> dict
     for layer in load_spec.layers:
         moe = layer.moe
         module = model.get_submodule(moe.module)
-        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-        first = next((name for name in _FIRST_NAMES if name in shapes), None)
-        first_width = moe.intermediate_size * (2 if first == "gate_up_proj" else 1)
-        expected = {
-            first: (moe.num_experts, first_width, moe.hidden_size),
-            _SECOND_NAME: (moe.num_experts, moe.hidden_size, moe.intermediate_size),
-        }
-        if first is None or shapes != expected:
-            raise InvalidArgumentError(
-                f"{moe.module} of {type(model).__name__} has the parameters {shapes}, expected {expected}; this"
-                " family's experts cannot be served",
-                reason="UNSUPPORTED_EXPERTS",
-            )
-        for name, shape in shapes.items():
+        traits = ExpertsTraits.of(module)
+        if traits is None or traits.layout is not moe.gate_up_layout:
+            raise _unsupported_experts(model, moe, f"is {type(module).__name__}, stored as {traits}")
+        shape = shape_of(moe.module, module, traits)
+        if (shape.num_experts, shape.hidden_size, shape.intermediate_size) != (
+            moe.num_experts,
+            moe.hidden_size,
+            moe.intermediate_size,
+        ):
+            raise _unsupported_experts(model, moe, f"has the sizes {shape}")
+        for name, parameter in module.named_parameters():
             found[f"{moe.module}.{name}"] = _ExpertParameter(
-                owner=module, attribute=name, local_experts=layer.local_experts, full_shape=shape
+                owner=module, attribute=name, local_experts=layer.local_experts, full_shape=tuple(parameter.shape)
             )
     return found
+
+
+def _unsupported_experts(model: nn.Module, moe: MoELayerSpec, what: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{moe.module} of {type(model).__name__} {what}, expected {moe}; this family's experts cannot be served",
+        reason="UNSUPPORTED_EXPERTS",
+    )
 
 
 def _fill_from_files(
@@ -181,7 +196,7 @@ def _fill_from_files(
 
 
 def _check_complete(plan: CheckpointPlan, model: PreTrainedModel, experts: dict[str, _ExpertParameter]) -> None:
-    """Raises unless the plan has a key for every parameter, and every part of every local expert."""
+    """Raises unless the plan has a key for every parameter and stored table, and every part of every local expert."""
     missing = [name for names in _shared_names(model, experts) if not (names & plan.dense.keys()) for name in names]
     for name, parameter in experts.items():
         if name in plan.fused_experts:
@@ -200,11 +215,15 @@ def _check_complete(plan: CheckpointPlan, model: PreTrainedModel, experts: dict[
 
 
 def _shared_names(model: PreTrainedModel, experts: dict[str, _ExpertParameter]) -> list[set[str]]:
-    """Names of each parameter that is no expert's; tied ones together."""
+    """Names of each parameter and stored table that is no expert's; tied ones together."""
     names: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, tensor in model.named_parameters(remove_duplicate=False):
         if name not in experts:
-            names.setdefault(id(parameter), set()).add(name)
+            names.setdefault(id(tensor), set()).add(name)
+    stored = model.state_dict(keep_vars=True)
+    for name, tensor in model.named_buffers(remove_duplicate=False):
+        if name in stored:
+            names.setdefault(id(tensor), set()).add(name)
     return list(names.values())
 
 
@@ -222,7 +241,9 @@ def _fill(
             owner, attribute = _owner_of(model, name)
             if shared is None:
                 meta = getattr(owner, attribute)
-                shared = nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype, device=device), requires_grad=False)
+                shared = torch.empty(meta.shape, dtype=meta.dtype, device=device)
+                if isinstance(meta, nn.Parameter):
+                    shared = nn.Parameter(shared, requires_grad=False)
             setattr(owner, attribute, shared)
         assert shared is not None
         fill_dense(names, shared)
@@ -241,11 +262,16 @@ def _fill(
 def _compute_tables(model: PreTrainedModel, device: torch.device) -> None:
     """Makes the tables that no checkpoint holds (rotary frequencies), by the model's own code."""
     for module in _modules_with_tables(model):
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
+        names = _computed_tables(module)
+        for name in names:
+            table = module._buffers[name]
+            assert table is not None
+            module._buffers[name] = torch.zeros(table.shape, dtype=table.dtype, device=device)
+        for parameter in module.parameters(recurse=False):
+            # What transformers' own loading says of weights that are there already.
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
         model._init_weights(module)
-        empty = [name for name, buffer in module._buffers.items() if buffer is not None and not buffer.any()]
+        empty = [name for name in names if not module._buffers[name].any()]  # type: ignore[union-attr]
         if empty:
             raise InvalidArgumentError(
                 f"Tables {', '.join(empty)} of {type(module).__name__} are stored in no checkpoint, and transformers"
@@ -256,8 +282,17 @@ def _compute_tables(model: PreTrainedModel, device: torch.device) -> None:
 
 def _modules_with_tables(model: PreTrainedModel) -> Iterator[nn.Module]:
     for module in model.modules():
-        if any(buffer is not None for buffer in module._buffers.values()):
+        if _computed_tables(module):
             yield module
+
+
+def _computed_tables(module: nn.Module) -> list[str]:
+    """Names of a module's own tables that no checkpoint holds."""
+    return [
+        name
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name in module._non_persistent_buffers_set
+    ]
 
 
 def _owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -46,11 +46,13 @@ class DenseLora:
     Attributes:
         adapters: tokens of each adapter in the step.
         logits_adapters: the same for the rows of `logits_module`, which sees only tokens whose logits are wanted.
+        seen: collects the modules that came by, if it is a set.
     """
 
     def __init__(self, *, logits_module: str = "") -> None:
         self.adapters: Sequence[DenseTokens] = ()
         self.logits_adapters: Sequence[DenseTokens] = ()
+        self.seen: set[str] | None = None
         self._logits_module = logits_module
 
     def attach(self, model: nn.Module, modules: Sequence[str]) -> None:
@@ -71,6 +73,8 @@ class DenseLora:
             x: [..., in], tokens in the step's order.
             y: [..., out], contiguous.
         """
+        if self.seen is not None:
+            self.seen.add(module)
         for adapter in self.logits_adapters if module == self._logits_module else self.adapters:
             pair = adapter.pairs.get(module)
             if pair is None:
@@ -92,6 +96,8 @@ class DenseLora:
             ids: int64 [...], tokens in the step's order.
             y: [..., D], contiguous.
         """
+        if self.seen is not None:
+            self.seen.add(module)
         for adapter in self.adapters:
             pair = adapter.pairs.get(module)
             if pair is None:

@@ -6,6 +6,7 @@ Legend: T tokens of this rank, N tokens that arrived, K experts a token, D model
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -71,7 +72,12 @@ class ExpertLayer:
         dispatcher: Dispatcher,
         backend: ExpertBackend,
         current: CurrentStep,
+        scales_input: bool = False,
     ) -> None:
+        """Args:
+        scales_input: the router's weight multiplies what the expert gets, instead of its output; K is 1.
+        """
+        self._scales_input = scales_input
         self.layer = layer
         self.weights = weights
         self._current = current
@@ -91,6 +97,10 @@ class ExpertLayer:
         assert context is not None, f"layer {self.layer} outside a step"
         if context.given_topk is not None:
             expert_TK, weight_TK = context.given_topk
+        if self._scales_input:
+            assert expert_TK.shape[1] == 1, expert_TK.shape
+            x_TD = x_TD * weight_TK.to(x_TD.dtype)
+            weight_TK = torch.ones_like(weight_TK)
         arrived, handle = self._dispatcher.dispatch(
             x_TD,
             self._physical.choose(expert_TK),
@@ -113,10 +123,17 @@ class ExpertLayer:
         return y_TD
 
 
+class ExpertsOfLayer(Protocol):
+    """What an experts module of the model calls: its ExpertLayer, or a probe."""
+
+    def forward(self, x_TD: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+        """See ExpertLayer.forward."""
+        ...
+
+
 def experts_function(
     module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """transformers' experts interface; `module.epilora_layer` is the module's ExpertLayer."""
-    layer = module.epilora_layer
-    assert isinstance(layer, ExpertLayer)
+    """transformers' experts interface; `module.epilora_layer` is an ExpertsOfLayer."""
+    layer: ExpertsOfLayer = module.epilora_layer  # type: ignore[assignment]
     return layer.forward(hidden_states, top_k_index, top_k_weights)

@@ -25,8 +25,10 @@ class ExpertWeights:
     """Base weights of one layer's local slots.
 
     Attributes:
-        gate_up_eHD: first projection of each slot, in the layout of `layout`.
-        down_eDF: second projection.
+        gate_up_eHD: first projection of each slot, in the layout of `layout`; maybe a transposed view.
+        down_eDF: second projection; maybe a transposed view.
+        gate_up_bias_eH: added to the first projection's output; None without.
+        down_bias_eD: added to the second projection's output; None without.
         gate: maps [n, H] to [n, F]: the activation, with the gate where the model has one.
         layout: how gate and up share H.
     """
@@ -35,10 +37,8 @@ class ExpertWeights:
     down_eDF: torch.Tensor
     gate: Callable[[torch.Tensor], torch.Tensor]
     layout: GateUpLayout
-
-    def num_bytes(self) -> int:
-        """Bytes of both tensors."""
-        return self.gate_up_eHD.nbytes + self.down_eDF.nbytes
+    gate_up_bias_eH: torch.Tensor | None = None
+    down_bias_eD: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +95,8 @@ class ExpertBackend(Protocol):
     ) -> torch.Tensor:
         """The weighted sum of the local experts' outputs of each arrived token.
 
-        Semantics: y[n] = sum_k weight[n, k] * (down_s + delta)(gate((gate_up_s + delta)(x[n]))), s = slot[n, k] >= 0.
+        Semantics: y[n] = sum_k weight[n, k] * (down_s + delta)(gate((gate_up_s + delta)(x[n]))), s = slot[n, k] >= 0,
+        each projection with its bias.
 
         A token without an adapter gets the same bits whatever adapters, and however many rows of other tokens, share
         the call, as long as N and K are the same.
@@ -118,6 +119,12 @@ def projection_columns(projection: str, layout: GateUpLayout, first_width: int) 
         return slice(int(second), first_width, 2)
     half = first_width // 2
     return slice(half, first_width) if second else slice(0, half)
+
+
+def add_bias(y_RO: torch.Tensor, bias_eO: torch.Tensor | None, slot_R: torch.Tensor) -> None:
+    """y[r] += bias[slot[r]], in place; rows of no local slot (-1, or e) get some bias, which nobody reads."""
+    if bias_eO is not None and bias_eO.shape[0]:
+        y_RO += bias_eO[slot_R.clamp(0, bias_eO.shape[0] - 1)]
 
 
 def rank_offsets(lora_rank: Sequence[int]) -> list[int]:

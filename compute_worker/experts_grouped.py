@@ -18,6 +18,7 @@ from compute_worker.experts_base import (
     AdapterTokens,
     ExpertWeights,
     LoraPair,
+    add_bias,
     projection_columns,
     weighted_sum,
 )
@@ -68,6 +69,7 @@ class GroupedBackend:
         ]
 
         h_MH = grouped_linear(x_ND[rows.row_M // num_experts], weights.gate_up_eHD, rows.slot_M, rows.end_e)
+        add_bias(h_MH, weights.gate_up_bias_eH, rows.slot_M)
         for adapter, own in zip(adapters, adapter_rows, strict=True):
             present = [name for name in FIRST_PROJECTIONS if name in adapter.pairs]
             if not present:
@@ -78,6 +80,7 @@ class GroupedBackend:
                 _add_delta(h_MH[:, columns], x_nD, adapter.pairs[projection], own, place_R[own.row_M])
         a_MF = weights.gate(h_MH)
         y_MD = grouped_linear(a_MF, weights.down_eDF, rows.slot_M, rows.end_e)
+        add_bias(y_MD, weights.down_bias_eD, rows.slot_M)
         for adapter, own in zip(adapters, adapter_rows, strict=True):
             if "down" in adapter.pairs:
                 place_n = place_R[own.row_M]

@@ -18,6 +18,7 @@ from compute_worker.experts_base import (
     AdapterTokens,
     ExpertWeights,
     LoraPair,
+    add_bias,
     projection_columns,
     weighted_sum,
 )
@@ -45,6 +46,7 @@ class LoopBackend:
         x_RD = x_ND[token_R]
 
         h_RH = self._linear(x_RD, weights.gate_up_eHD, rows_by_slot)
+        add_bias(h_RH, weights.gate_up_bias_eH, slot_R)
         for adapter in adapters:
             rows_of_adapter = _rows_of(adapter, token_R, num_tokens, rows_by_slot)
             for projection in FIRST_PROJECTIONS:
@@ -55,6 +57,9 @@ class LoopBackend:
         # last elements of an array in another way than the rest.
         a_RF = weights.gate(h_RH)
         y_RD = self._linear(a_RF, weights.down_eDF, rows_by_slot)
+        if weights.down_bias_eD is not None:
+            add_bias(y_RD, weights.down_bias_eD, slot_R)
+            y_RD = torch.where((slot_R >= 0).unsqueeze(1), y_RD, 0)
         for adapter in adapters:
             if "down" in adapter.pairs:
                 _add_deltas(y_RD, a_RF, adapter.pairs["down"], _rows_of(adapter, token_R, num_tokens, rows_by_slot))
@@ -77,7 +82,13 @@ class LoopBackend:
 
     def _block_rows_for(self, weight_eOI: torch.Tensor) -> int:
         """Rows of a block for weights of this shape; tried once for each shape."""
-        key = (weight_eOI.shape[1:], weight_eOI.dtype, weight_eOI.device, torch.get_num_threads())
+        key = (
+            weight_eOI.shape[1:],
+            weight_eOI.stride()[1:],
+            weight_eOI.dtype,
+            weight_eOI.device,
+            torch.get_num_threads(),
+        )
         if key not in self._block_rows:
             held = all(rows_are_independent(weight_eOI[slot], BLOCK_ROWS) for slot in {0, weight_eOI.shape[0] - 1})
             self._block_rows[key] = BLOCK_ROWS if held else 1

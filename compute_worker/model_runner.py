@@ -5,20 +5,23 @@ Legend: T tokens of this rank's step, K experts a token, D model width, V vocabu
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from compute_worker.adapter_pool import AdapterPool
 from compute_worker.checkpoint import load_model
 from compute_worker.dense_lora import DenseLora
 from compute_worker.ep_group import EPGroup
+from compute_worker.input_scaled_block import replace_blocks
+from compute_worker.model_probe import attach_attention, probe_model
 from compute_worker.paged_attention import PagedAttention, SequenceSpan, prepare_step
 from compute_worker.process_memory import anonymous_bytes
 from compute_worker.runner_parts import (
-    attach_attention,
     attach_expert_layers,
     make_backend,
     make_dispatcher,
@@ -85,6 +88,7 @@ class ModelRunner:
         kv_block_size: positions of a block.
         vocab_size: V.
         dtype: of the weights.
+        dense_modules: modules outside the routed experts whose pairs take effect.
         pool: the adapters in memory.
     """
 
@@ -109,6 +113,13 @@ class ModelRunner:
         self.dtype = self._loaded.dtype
         self.vocab_size = model.vocab_size
         self.kv_block_size = settings.kv_block_size
+        replace_blocks(self._model)
+        family = family_of(model.model_type, model.moe_layers[0].gate_up_layout)
+        self._dense_lora = DenseLora(logits_module=family.lm_head_path)
+        self._dense_lora.attach(self._model, [spec.module for spec in model.dense_modules])
+        with torch.inference_mode():
+            probe = probe_model(self._model, model, self._dense_lora)
+        self.dense_modules = probe.dense_modules
         self._current = CurrentStep()
         backend = make_backend(settings, group.device)
         self._layers = attach_expert_layers(
@@ -120,21 +131,21 @@ class ModelRunner:
             current=self._current,
             device=group.device,
         )
-        self._dense_lora = DenseLora(logits_module=family_of(model.model_type).lm_head_path)
-        self._dense_lora.attach(self._model, [spec.module for spec in model.dense_modules])
         adapter_bytes = max_adapter_bytes(settings, group.device)
         self.pool = AdapterPool(
-            model=model,
+            model=dataclasses.replace(model, dense_modules=self.dense_modules),
             load_spec=load_spec,
             dtype=self.dtype if settings.adapter_dtype == "model" else None,
             device=group.device,
             max_bytes=adapter_bytes,
             rank_multiple=rank_multiple_of(backend, self.dtype),
         )
-        cache = make_kv_cache(settings, self._model, dtype=self.dtype, device=group.device, adapter_bytes=adapter_bytes)
+        cache = make_kv_cache(
+            settings, probe.kv_shapes, dtype=self.dtype, device=group.device, adapter_bytes=adapter_bytes
+        )
         self.num_kv_blocks = cache.num_blocks
         self._attention = PagedAttention(cache)
-        attach_attention(self._model, self._attention)
+        attach_attention(self._model, self._attention.forward)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch | None, num_tokens_per_rank: Sequence[int]) -> torch.Tensor | None:
@@ -191,19 +202,22 @@ class ModelRunner:
         if x_TD is None or x_TD.shape[0] == 0:
             with self._step([], num_tokens_per_rank):
                 self._join_empty(layer)
-            return None if x_TD is None else self._empty()
+            return None if x_TD is None else self._empty(self._spec.hidden_size)
         x_TD = x_TD.to(self._device, self.dtype)
         with self._step(adapter_slots, num_tokens_per_rank) as context:
             if topk is not None:
                 context.given_topk = (topk[0].to(self._device), topk[1].to(self._device))
             if topk is not None and routed_only:
                 return self._layers[layer].forward(x_TD, *topk)
-            block = self._model.get_submodule(self._moe(layer).module.rpartition(".")[0])
-            y_TD: torch.Tensor = block(x_TD.unsqueeze(0)).squeeze(0)
+            output = self._block_of(layer)(x_TD.unsqueeze(0))
+            y_TD: torch.Tensor = (output[0] if isinstance(output, tuple) else output).view(x_TD.shape)
             if routed_only:
                 assert context.routed_output is not None
                 return context.routed_output
             return y_TD
+
+    def _block_of(self, layer: int) -> nn.Module:
+        return self._model.get_submodule(self._moe(layer).module.rpartition(".")[0])
 
     def check_experts_call(self, layer: int, x_TD: torch.Tensor, topk: TopK | None) -> None:
         """Checks what a caller of forward_experts sent, before any other rank is asked to join.
@@ -212,6 +226,8 @@ class ModelRunner:
             InvalidArgumentError: no such MoE layer, a wrong shape, or expert ids out of range or repeated.
         """
         moe = self._moe(layer)
+        if hasattr(self._block_of(layer), "self_attn"):
+            raise _bad_call("layer", "has no MLP block of its own in this family; its experts cannot be called alone")
         shape = tuple(x_TD.shape)
         if len(shape) != 2 or shape[1] != moe.hidden_size:
             raise _bad_call("hidden_states", f"has shape {list(shape)}, expected [T, {moe.hidden_size}]")
@@ -241,7 +257,7 @@ class ModelRunner:
         return MemoryReport(
             base_expert_bytes=self._loaded.base_expert_bytes,
             base_dense_bytes=self._loaded.base_dense_bytes,
-            kv_cache_bytes=self._attention.cache.kv.untyped_storage().nbytes(),
+            kv_cache_bytes=self._attention.cache.num_bytes(),
             adapter_bytes=self.pool.num_bytes(),
             process_anon_bytes=anonymous_bytes(),
             base_expert_growth_bytes=self._loaded.base_expert_growth_bytes,
@@ -273,10 +289,10 @@ class ModelRunner:
         num_experts = self._spec.num_experts_per_token
         expert_TK = torch.empty((0, num_experts), dtype=torch.int64, device=self._device)
         weight_TK = torch.empty((0, num_experts), dtype=torch.float32, device=self._device)
-        self._layers[layer].forward(self._empty(), expert_TK, weight_TK)
+        self._layers[layer].forward(self._empty(self._moe(layer).hidden_size), expert_TK, weight_TK)
 
-    def _empty(self) -> torch.Tensor:
-        return torch.empty((0, self._spec.hidden_size), dtype=self.dtype, device=self._device)
+    def _empty(self, width: int) -> torch.Tensor:
+        return torch.empty((0, width), dtype=self.dtype, device=self._device)
 
     def _moe(self, layer: int) -> MoELayerSpec:
         for moe in self._spec.moe_layers:

@@ -4,12 +4,14 @@ Positions of all sequences share one cache per layer, in blocks. Tokens of a ste
 decode (one new token) are computed together, padded to the longest; each prefill chunk by itself.
 
 Legend: T tokens of the step, S sequences, C positions of the padded context, Hq / Hkv query and key/value heads,
-Dh head width. A cache slot is block * block_size + offset; the last slot is always zero and stands for padding.
+Dh head width (Dk of keys, Dv of values, where they differ). A cache slot is block * block_size + offset; the last slot
+is always zero and stands for padding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -36,33 +38,59 @@ class SequenceSpan:
     block_table: tuple[int, ...]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVShape:
+    """What one position takes in one layer: Hkv heads of Dk and Dv elements."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def num_elements(self) -> int:
+        """Of keys and values together."""
+        return self.num_heads * (self.key_dim + self.value_dim)
+
+
 class KVCache:
-    """Keys and values of all layers.
+    """Keys and values of all layers that attend.
 
     Attributes:
-        kv: [num_layers, 2, num_blocks * block_size + 1, Hkv, Dh].
+        k: layer -> [num_blocks * block_size + 1, Hkv, Dk].
+        v: layer -> the same with Dv.
     """
 
     def __init__(
         self,
         *,
-        num_layers: int,
+        shapes: Mapping[int, KVShape],
         num_blocks: int,
         block_size: int,
-        num_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.padding_slot = num_blocks * block_size
-        self.kv = torch.zeros((num_layers, 2, self.padding_slot + 1, num_heads, head_dim), dtype=dtype, device=device)
+        self.device = device
+        slots = self.padding_slot + 1
+        self.k = {
+            layer: torch.zeros((slots, shape.num_heads, shape.key_dim), dtype=dtype, device=device)
+            for layer, shape in shapes.items()
+        }
+        self.v = {
+            layer: torch.zeros((slots, shape.num_heads, shape.value_dim), dtype=dtype, device=device)
+            for layer, shape in shapes.items()
+        }
+
+    def num_bytes(self) -> int:
+        """Of all storages."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in (*self.k.values(), *self.v.values()))
 
     @staticmethod
-    def block_bytes(*, num_layers: int, block_size: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    def block_bytes(*, shapes: Mapping[int, KVShape], block_size: int, dtype: torch.dtype) -> int:
         """Bytes of one block in all layers."""
-        return num_layers * 2 * block_size * num_heads * head_dim * dtype.itemsize
+        return sum(shape.num_elements for shape in shapes.values()) * block_size * dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,18 +114,44 @@ class _Prefill:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Visible:
+    """Which positions before it a token sees.
+
+    Attributes:
+        window: itself and window - 1 positions before it; 0: no limit.
+        chunk: those of its own chunk of this many positions; 0: no limit.
+    """
+
+    window: int = 0
+    chunk: int = 0
+
+    def covers(self, kv_len: int) -> bool:
+        """True if the limits hide nothing in a context of this length."""
+        return all(limit == 0 or kv_len <= limit for limit in (self.window, self.chunk))
+
+    def mask(self, query: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """bool, true where the position `context` is within the limits for a token at `query`; they broadcast."""
+        mask = context <= query
+        if self.window:
+            mask = mask & (context > query - self.window)
+        if self.chunk:
+            mask = mask & (context >= query // self.chunk * self.chunk)
+        return mask
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionStep:
     """Index tensors of one step, the same for all layers. `masks` fills up as layers ask."""
 
     write_slot_T: torch.Tensor
     decode: _Decode | None
     prefills: tuple[_Prefill, ...]
-    masks: dict[tuple[int, int], torch.Tensor | None] = field(default_factory=dict)
+    masks: dict[tuple[int, Visible], torch.Tensor] = field(default_factory=dict)
 
 
 def prepare_step(cache: KVCache, sequences: Sequence[SequenceSpan], num_tokens: int) -> AttentionStep:
     """Index tensors on the cache's device. The spans' rows must cover the tokens exactly, in order."""
-    device, size = cache.kv.device, cache.block_size
+    device, size = cache.device, cache.block_size
     write_slots: list[int] = []
     prefills = []
     for span in sequences:
@@ -127,7 +181,7 @@ def prepare_step(cache: KVCache, sequences: Sequence[SequenceSpan], num_tokens: 
 def _prepare_decode(cache: KVCache, spans: Sequence[SequenceSpan]) -> _Decode | None:
     if not spans:
         return None
-    device = cache.kv.device
+    device = cache.device
     width = max(len(span.block_table) for span in spans)
     table = [[*span.block_table, *[0] * (width - len(span.block_table))] for span in spans]
     kv_len_S = torch.tensor([span.kv_len for span in spans], device=device)
@@ -158,10 +212,11 @@ class LayerInput:
     Attributes:
         layer: number in the cache.
         q: [1, Hq, T, Dh].
-        k: [1, Hkv, T, Dh], new tokens only.
-        v: like k.
+        k: [1, Hkv, T, Dk], new tokens only.
+        v: [1, Hkv, T, Dv].
         scaling: factor of the scores.
-        window: a token sees itself and window - 1 positions before it; 0: all before it.
+        visible: limits of what a token sees.
+        sink_H: [Hq], score of a position of no value that every token sees, too; None without.
     """
 
     layer: int
@@ -169,7 +224,27 @@ class LayerInput:
     k: torch.Tensor
     v: torch.Tensor
     scaling: float
-    window: int
+    visible: Visible
+    sink_H: torch.Tensor | None = None
+
+
+AttentionForward = Callable[[LayerInput, Mapping[str, object]], torch.Tensor]
+"""[1, T, Hq, Dv] from what a layer attends with, and what else its module passes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerAttention:
+    """What an attention module of the model calls.
+
+    Attributes:
+        layer: number in the cache.
+        visible: limits that the config has for the layer; the module may give a window of its own.
+        forward: computes [1, T, Hq, Dv]; also gets what else the module passes.
+    """
+
+    layer: int
+    visible: Visible
+    forward: AttentionForward
 
 
 class PagedAttention:
@@ -179,82 +254,110 @@ class PagedAttention:
         self.cache = cache
         self.step: AttentionStep | None = None
 
-    def forward(self, given: LayerInput) -> torch.Tensor:
-        """Writes the new keys and values, then attends. Returns [1, T, Hq, Dh]."""
+    def forward(self, given: LayerInput, _others: Mapping[str, object]) -> torch.Tensor:
+        """Writes the new keys and values, then attends. Returns [1, T, Hq, Dv]."""
         step = self.step
         assert step is not None, "attention outside a step"
-        kv = self.cache.kv[given.layer]
-        for number, new in enumerate((given.k, given.v)):
-            kv[number].index_copy_(0, step.write_slot_T, new[0].transpose(0, 1).contiguous())
+        for cache, new in ((self.cache.k, given.k), (self.cache.v, given.v)):
+            cache[given.layer].index_copy_(0, step.write_slot_T, new[0].transpose(0, 1).contiguous())
         _, num_heads, num_tokens, _ = given.q.shape
         out_THD = given.q.new_empty((num_tokens, num_heads, given.v.shape[3]))
         if step.decode is not None:
-            out_THD.index_copy_(0, step.decode.rows, self._decode(step, step.decode, given, kv))
+            out_THD.index_copy_(0, step.decode.rows, self._decode(step, step.decode, given))
         for number, prefill in enumerate(step.prefills):
-            out_THD[prefill.rows] = self._prefill(step, number, given, kv)
+            out_THD[prefill.rows] = self._prefill(step, number, given)
         return out_THD.unsqueeze(0)
 
-    def _decode(self, step: AttentionStep, decode: _Decode, given: LayerInput, kv: torch.Tensor) -> torch.Tensor:
-        """[S, Hq, Dh]. Query heads of one key/value head take the place of query positions: all have the same mask."""
+    def _decode(self, step: AttentionStep, decode: _Decode, given: LayerInput) -> torch.Tensor:
+        """[S, Hq, Dv]. Query heads of one key/value head take the place of query positions: all have the same mask."""
         num_sequences, num_kv_heads = decode.rows.shape[0], given.k.shape[1]
         q_SHD = given.q[0].transpose(0, 1)[decode.rows]
         q_SHGD = q_SHD.reshape(num_sequences, num_kv_heads, -1, q_SHD.shape[-1])
-        out_SHGD = F.scaled_dot_product_attention(
+        sink_HG = None if given.sink_H is None else given.sink_H.view(num_kv_heads, -1)
+        out_SHGD = _attend(
             q_SHGD,
-            kv[0, decode.slots].transpose(1, 2),
-            kv[1, decode.slots].transpose(1, 2),
-            attn_mask=self._decode_mask(step, decode, given.window).expand(-1, -1, q_SHGD.shape[2], -1),
-            scale=given.scaling,
+            self.cache.k[given.layer][decode.slots].transpose(1, 2),
+            self.cache.v[given.layer][decode.slots].transpose(1, 2),
+            mask=self._decode_mask(step, decode, given.visible).expand(-1, -1, q_SHGD.shape[2], -1),
+            scaling=given.scaling,
+            sink=sink_HG,
         )
         return out_SHGD.reshape(num_sequences, given.q.shape[1], -1)
 
     @staticmethod
-    def _decode_mask(step: AttentionStep, decode: _Decode, window: int) -> torch.Tensor:
+    def _decode_mask(step: AttentionStep, decode: _Decode, visible: Visible) -> torch.Tensor:
         """bool [S, 1, 1, C]."""
-        key = (-1, window)
+        key = (-1, visible)
         mask = step.masks.get(key)
         if mask is None:
-            mask = decode.valid
-            if window:
-                position_C = torch.arange(mask.shape[1], device=mask.device)
-                mask = mask & (position_C >= decode.kv_len.unsqueeze(1) - window)
+            position_C = torch.arange(decode.valid.shape[1], device=decode.valid.device)
+            mask = decode.valid & visible.mask(decode.kv_len.unsqueeze(1) - 1, position_C)
             mask = mask[:, None, None, :]
             step.masks[key] = mask
         return mask
 
-    def _prefill(self, step: AttentionStep, number: int, given: LayerInput, kv: torch.Tensor) -> torch.Tensor:
-        """[query_len, Hq, Dh] of one prefill; a prompt that begins here needs neither the cache nor a mask."""
+    def _prefill(self, step: AttentionStep, number: int, given: LayerInput) -> torch.Tensor:
+        """[query_len, Hq, Dv] of one prefill; a prompt that begins here needs neither the cache nor a mask."""
         prefill = step.prefills[number]
         q = given.q[:, :, prefill.rows]
         fresh = prefill.kv_len == prefill.query_len
         if fresh:
             k_1HCD, v_1HCD = given.k[:, :, prefill.rows], given.v[:, :, prefill.rows]
         else:
-            context = kv[:, prefill.slots].transpose(1, 2)
-            k_1HCD, v_1HCD = context[:1], context[1:]
+            k_1HCD, v_1HCD = (
+                cache[given.layer][prefill.slots].transpose(0, 1).unsqueeze(0) for cache in (self.cache.k, self.cache.v)
+            )
         groups = q.shape[1] // k_1HCD.shape[1]
         if groups > 1:
             k_1HCD, v_1HCD = (t.repeat_interleave(groups, dim=1) for t in (k_1HCD, v_1HCD))
-        plain = fresh and (given.window == 0 or prefill.kv_len <= given.window)
-        mask = None if plain else self._prefill_mask(step, number, given.window)
-        out = F.scaled_dot_product_attention(q, k_1HCD, v_1HCD, attn_mask=mask, is_causal=plain, scale=given.scaling)
+        sink_H1 = None if given.sink_H is None else given.sink_H.unsqueeze(1)
+        plain = fresh and sink_H1 is None and given.visible.covers(prefill.kv_len)
+        mask = None if plain else self._prefill_mask(step, number, given.visible)
+        out = _attend(q, k_1HCD, v_1HCD, mask=mask, scaling=given.scaling, sink=sink_H1)
         return out[0].transpose(0, 1)
 
     @staticmethod
-    def _prefill_mask(step: AttentionStep, number: int, window: int) -> torch.Tensor:
-        """bool [query_len, kv_len]: causal, within the window."""
-        key = (number, window)
+    def _prefill_mask(step: AttentionStep, number: int, visible: Visible) -> torch.Tensor:
+        """bool [query_len, kv_len]: causal, within the limits."""
+        key = (number, visible)
         mask = step.masks.get(key)
         if mask is None:
             prefill = step.prefills[number]
             device = prefill.slots.device
             query = torch.arange(prefill.kv_len - prefill.query_len, prefill.kv_len, device=device).unsqueeze(1)
-            context = torch.arange(prefill.kv_len, device=device).unsqueeze(0)
-            mask = context <= query
-            if window:
-                mask &= context > query - window
+            mask = visible.mask(query, torch.arange(prefill.kv_len, device=device).unsqueeze(0))
             step.masks[key] = mask
         return mask
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: torch.Tensor | None,
+    scaling: float,
+    sink: torch.Tensor | None,
+) -> torch.Tensor:
+    """softmax(scaling * q k + mask) v, with a sink as one more position.
+
+    Args:
+        q: [B, H, Q, Dk].
+        k: [B, H, C, Dk].
+        v: [B, H, C, Dv].
+        mask: bool, broadcasts to [B, H, Q, C]; None: causal.
+        sink: scores that broadcast to [H, Q]: the position has this score, and a value of zero.
+    """
+    if sink is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
+    assert mask is not None
+    (batch, heads, queries, _), context = q.shape, k.shape[2]
+    bias = q.new_zeros((batch, heads, queries, context + 1))
+    bias[..., :context].masked_fill_(~mask, -math.inf)
+    bias[..., context] = sink.to(q.dtype)
+    # A key of zeros has score 0, to which the bias adds the sink's.
+    k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling)
 
 
 def paged_attention(
@@ -266,21 +369,22 @@ def paged_attention(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     dropout: float = 0.0,
-    **_: object,
+    **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface; `module.epilora_attention` is the model's PagedAttention."""
+    """transformers' attention interface; `module.epilora_attention` is the module's LayerAttention."""
     assert attention_mask is None
     assert dropout == 0.0
-    attention, layer = module.epilora_attention, module.layer_idx
-    assert isinstance(attention, PagedAttention)
-    assert isinstance(layer, int)
+    attention = module.epilora_attention
+    assert isinstance(attention, LayerAttention)
     given = LayerInput(
-        layer=layer,
+        layer=attention.layer,
         q=query,
         k=key,
         v=value,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window or 0,
+        visible=Visible(window=sliding_window or attention.visible.window, chunk=attention.visible.chunk),
+        sink_H=s_aux,
     )
-    return attention.forward(given), None
+    return attention.forward(given, others), None

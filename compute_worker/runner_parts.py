@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+
 import structlog
 import torch
 from torch import nn
@@ -18,10 +21,11 @@ from compute_worker.expert_layer import ExpertLayer, PhysicalExperts, experts_fu
 from compute_worker.experts_base import ExpertBackend, ExpertWeights
 from compute_worker.experts_grouped import RANK_MULTIPLE, GroupedBackend
 from compute_worker.experts_loop import LoopBackend
-from compute_worker.paged_attention import KVCache, PagedAttention, paged_attention
+from compute_worker.experts_modules import ExpertsTraits, gated_by_silu
+from compute_worker.paged_attention import KVCache, KVShape, paged_attention
 from compute_worker.step_context import CurrentStep
 from epilora.errors import InvalidArgumentError
-from epilora.model_spec import GateUpLayout, ModelSpec
+from epilora.model_spec import ModelSpec
 from epilora.placement import ExpertPlacement
 from epilora.settings import WorkerSettings
 
@@ -91,7 +95,8 @@ def attach_expert_layers(
         module = model.get_submodule(moe.module)
         layers[moe.layer] = ExpertLayer(
             layer=moe.layer,
-            weights=_weights_of(module, moe.gate_up_layout),
+            weights=_weights_of(module),
+            scales_input=_traits_of(module).scales_input,
             physical=PhysicalExperts.make(placement, moe.layer, device),
             dispatcher=dispatcher,
             backend=backend,
@@ -99,13 +104,6 @@ def attach_expert_layers(
         )
         module.epilora_layer = layers[moe.layer]
     return layers
-
-
-def attach_attention(model: PreTrainedModel, attention: PagedAttention) -> None:
-    """Gives each attention module the model's PagedAttention."""
-    for module in model.modules():
-        if hasattr(module, "layer_idx") and hasattr(module, "is_causal"):
-            module.epilora_attention = attention
 
 
 def max_adapter_bytes(settings: WorkerSettings, device: torch.device) -> int:
@@ -118,27 +116,23 @@ def max_adapter_bytes(settings: WorkerSettings, device: torch.device) -> int:
 
 
 def make_kv_cache(
-    settings: WorkerSettings, model: PreTrainedModel, *, dtype: torch.dtype, device: torch.device, adapter_bytes: int
+    settings: WorkerSettings,
+    shapes: Mapping[int, KVShape],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    adapter_bytes: int,
 ) -> KVCache:
     """The key/value cache; call it when the weights are there.
 
     Args:
+        shapes: by layer, see KVCache.
         adapter_bytes: kept free for adapters (GPU, when the settings leave the size open).
 
     Raises:
         InvalidArgumentError: not room for one block.
     """
-    config = model.config.get_text_config()
-    num_heads = config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    block_bytes = KVCache.block_bytes(
-        num_layers=config.num_hidden_layers,
-        block_size=settings.kv_block_size,
-        num_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-    )
+    block_bytes = KVCache.block_bytes(shapes=shapes, block_size=settings.kv_block_size, dtype=dtype)
     available = settings.kv_cache_bytes
     if available == 0 and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -154,28 +148,31 @@ def make_kv_cache(
             reason="KV_CACHE_TOO_SMALL",
             metadata={"available_bytes": available, "block_bytes": block_bytes},
         )
-    return KVCache(
-        num_layers=config.num_hidden_layers,
-        num_blocks=num_blocks,
-        block_size=settings.kv_block_size,
-        num_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        device=device,
-    )
+    return KVCache(shapes=shapes, num_blocks=num_blocks, block_size=settings.kv_block_size, dtype=dtype, device=device)
 
 
-def _weights_of(module: nn.Module, layout: GateUpLayout) -> ExpertWeights:
+def _traits_of(module: nn.Module) -> ExpertsTraits:
+    traits = ExpertsTraits.of(module)
+    assert traits is not None, type(module)
+    return traits
+
+
+def _weights_of(module: nn.Module) -> ExpertWeights:
     """The local slots' weights and activation of one of transformers' experts modules."""
-    has_gate = bool(module.has_gate)
-    first = module.gate_up_proj if has_gate else module.up_proj
-    gate = module._apply_gate if has_gate else module.act_fn
-    assert isinstance(first, nn.Parameter)
-    assert isinstance(module.down_proj, nn.Parameter)
+    traits = _traits_of(module)
+    parameters = {name: parameter.data for name, parameter in module.named_parameters()}
+    first, down = parameters[traits.first_name], parameters["down_proj"]
+    if traits.is_transposed:
+        first, down = first.transpose(1, 2), down.transpose(1, 2)
+    gate = module._apply_gate if hasattr(module, "_apply_gate") else partial(gated_by_silu, module)
+    if not traits.has_gate:
+        gate = module.act_fn
     assert callable(gate)
     return ExpertWeights(
-        gate_up_eHD=first.data,
-        down_eDF=module.down_proj.data,
+        gate_up_eHD=first,
+        down_eDF=down,
         gate=gate,
-        layout=layout,
+        layout=traits.layout,
+        gate_up_bias_eH=parameters.get(f"{traits.first_name}_bias"),
+        down_bias_eD=parameters.get("down_proj_bias"),
     )

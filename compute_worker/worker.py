@@ -13,12 +13,12 @@ from compute_worker.control_log import ControlLog
 from compute_worker.ep_group import EPGroup
 from compute_worker.expert_queue import ExpertQueue
 from compute_worker.kv_blocks import KVBlockPool
+from compute_worker.model_description import load_spec_of_model
 from compute_worker.model_runner import ModelRunner
 from compute_worker.scheduler import Scheduler
 from compute_worker.step_loop import StepLoop
 from compute_worker.tensors import data_type_of
 from epilora.load_spec import MoEEPLoadSpec
-from epilora.model_spec import ModelSpec
 from epilora.placement import ExpertPlacement
 from epilora.settings import WorkerSettings
 from epilora.v1 import cluster_service_pb2, types_pb2, worker_service_pb2
@@ -38,7 +38,7 @@ class Worker:
     ) -> None:
         self.settings = settings
         self.ep_rank = group.ep_rank
-        self.model = ModelSpec.from_directory(settings.model)
+        self.model = load_spec_of_model(settings.model)
         self._group = group
         self._instance_id = uuid.uuid4().hex
         self._placement = ExpertPlacement.make(settings.placement, self.model, group.num_ranks)
@@ -99,7 +99,7 @@ class Worker:
             load_spec=self._load_spec.to_proto(),
             dense_modules=[
                 types_pb2.DenseModule(module=m.module, in_features=m.in_features, out_features=m.out_features)
-                for m in self.model.dense_modules
+                for m in self.runner.dense_modules
             ],
             placement=placement,
             memory=self._memory(),

@@ -1,7 +1,8 @@
 """The model families as data: what their config.json calls things and which modules their layers hold.
 
-A family is one Hugging Face `model_type`. To add one whose decoder layers are made of linear maps and stacked
-experts, add an entry to `FAMILIES`; no code elsewhere names a family. Module paths are those of transformers 5.
+A family is one Hugging Face `model_type`. Most need no entry: the worker reads their module tree. An entry of
+`FAMILIES` either describes a family in full (`has_sizes`), so that config.json alone says all; or says how its adapters
+differ from the usual names. Module paths are those of transformers 5.
 
 Legend of the sizes that `DenseModuleTemplate` refers to (`Size`):
     D hidden size, Q query heads x head dim, KV key/value heads x head dim, E experts,
@@ -14,6 +15,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TypedDict
 
 from epilora.errors import InvalidArgumentError
 
@@ -87,8 +89,10 @@ class ModelFamily:
     sparse_layers_by_config: bool = False
     """True if mlp_only_layers and decoder_sparse_step say which layers have experts; else all have."""
     gate_up_layout: GateUpLayout = GateUpLayout.CONCATENATED
-    expert_parameters_in_out: bool = False
-    """True if the stacked expert parameters are stored (E, in, out), False for (E, out, in)."""
+    expert_parameters_in_out: bool | None = False
+    """True if the stacked expert parameters are stored (E, in, out), False for (E, out, in), None if not known."""
+    has_sizes: bool = False
+    """True if the keys and modules below describe the family in full; else only how adapters name its modules."""
     dense_modules: tuple[DenseModuleTemplate, ...] = ()
     embedding_path: str = "model.embed_tokens"
     """Path of the token embedding; empty if its pairs cannot be honoured."""
@@ -121,6 +125,21 @@ _GATED_PARAMETERS: Mapping[str, Projection] = MappingProxyType(
     {"gate_up_proj": Projection.GATE_UP, "down_proj": Projection.DOWN}
 )
 
+
+class _NotGated(TypedDict):
+    gate_up_layout: GateUpLayout
+    expert_projections: Mapping[str, Projection]
+    stacked_parameters: Mapping[str, Projection]
+
+
+_NOT_GATED = _NotGated(
+    gate_up_layout=GateUpLayout.NOT_GATED,
+    expert_projections=MappingProxyType(
+        {"up_proj": Projection.UP, "down_proj": Projection.DOWN, "w1": Projection.UP, "w2": Projection.DOWN}
+    ),
+    stacked_parameters=MappingProxyType({"up_proj": Projection.UP, "down_proj": Projection.DOWN}),
+)
+
 _ATTENTION = (
     DenseModuleTemplate(path="self_attn.q_proj", in_size=Size.D, out_size=Size.Q),
     DenseModuleTemplate(path="self_attn.k_proj", in_size=Size.D, out_size=Size.KV),
@@ -146,17 +165,20 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
         for family in (
             ModelFamily(
                 model_type="qwen3_moe",
+                has_sizes=True,
                 sparse_layers_by_config=True,
                 dense_modules=(*_ATTENTION, *_ROUTER, *_DENSE_MLP),
             ),
             ModelFamily(
                 model_type="qwen2_moe",
+                has_sizes=True,
                 sparse_layers_by_config=True,
                 shared_intermediate_size_key="shared_expert_intermediate_size",
                 dense_modules=(*_ATTENTION, *_ROUTER, *_SHARED_EXPERT, *_DENSE_MLP),
             ),
             ModelFamily(
                 model_type="mixtral",
+                has_sizes=True,
                 intermediate_size_key="intermediate_size",
                 dense_modules=(*_ATTENTION, *_ROUTER),
                 # What transformers 4 called the block.
@@ -164,24 +186,58 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             ),
             ModelFamily(
                 model_type="olmoe",
+                has_sizes=True,
                 intermediate_size_key="intermediate_size",
                 dense_modules=(*_ATTENTION, *_ROUTER),
             ),
+            ModelFamily(model_type="gpt_oss", gate_up_layout=GateUpLayout.INTERLEAVED, expert_parameters_in_out=True),
+            ModelFamily(model_type="llama4_text", expert_parameters_in_out=True),
+            ModelFamily(model_type="deepseek_v2"),
+            ModelFamily(model_type="deepseek_v3"),
+            ModelFamily(model_type="glm4_moe"),
+            ModelFamily(model_type="minimax_m2", module_renames=(("block_sparse_moe", "mlp"),)),
+            ModelFamily(
+                model_type="nemotron_h",
+                module_renames=(("backbone", "model"),),
+                embedding_path="model.embeddings",
+                **_NOT_GATED,
+            ),
+            ModelFamily(model_type="gemma4_text", module_renames=(("moe.experts", "experts"),)),
         )
     }
 )
 
 
-def family_of(model_type: str) -> ModelFamily:
-    """The family of a model_type.
+SIZED_FAMILIES = frozenset(name for name, family in FAMILIES.items() if family.has_sizes)
+"""Families whose config.json says all that `ModelSpec` needs; others need the module tree."""
+
+
+def family_of(model_type: str, gate_up_layout: GateUpLayout) -> ModelFamily:
+    """How adapters of a model_type name its modules: the table's entry, else the names that transformers uses.
+
+    Args:
+        model_type: of config.json.
+        gate_up_layout: of the model's experts, which says whether there is a gate.
+    """
+    family = FAMILIES.get(model_type)
+    if family is not None:
+        return family
+    if gate_up_layout is GateUpLayout.NOT_GATED:
+        return ModelFamily(model_type=model_type, expert_parameters_in_out=None, **_NOT_GATED)
+    return ModelFamily(model_type=model_type, expert_parameters_in_out=None, gate_up_layout=gate_up_layout)
+
+
+def sized_family_of(model_type: str) -> ModelFamily:
+    """The table's entry of a family whose config.json says all.
 
     Raises:
         InvalidArgumentError: reason UNKNOWN_MODEL_FAMILY.
     """
     family = FAMILIES.get(model_type)
-    if family is None:
+    if family is None or not family.has_sizes:
         raise InvalidArgumentError(
-            f"model_type {model_type!r} is not supported; supported are {', '.join(sorted(FAMILIES))}",
+            f"model_type {model_type!r} needs the module tree of the model; known from config.json alone are "
+            f"{', '.join(sorted(SIZED_FAMILIES))}",
             reason="UNKNOWN_MODEL_FAMILY",
             metadata={"model_type": model_type},
         )

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from epilora.errors import InvalidArgumentError, NotFoundError
-from epilora.families import FAMILIES, GateUpLayout, ModelFamily, Size, Where, family_of
+from epilora.families import FAMILIES, GateUpLayout, ModelFamily, Size, Where, sized_family_of
 from epilora.model_digest import digest_of_model
 
-__all__ = ["FAMILIES", "DenseModuleSpec", "GateUpLayout", "MoELayerSpec", "ModelSpec"]
+__all__ = ["FAMILIES", "DenseModuleSpec", "GateUpLayout", "MoELayerSpec", "ModelDescription", "ModelSpec"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +45,19 @@ class DenseModuleSpec:
     module: str
     in_features: int
     out_features: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelDescription:
+    """What a model's module tree says of it; the fields are those of ModelSpec."""
+
+    num_layers: int
+    moe_layers: tuple[MoELayerSpec, ...]
+    num_experts_per_token: int
+    hidden_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    dense_modules: tuple[DenseModuleSpec, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,13 +91,8 @@ class ModelSpec:
             InvalidArgumentError: config.json is broken, lacks a size, or names an unknown family
                 (reason UNKNOWN_MODEL_FAMILY).
         """
-        if not path.is_dir():
-            raise NotFoundError(f"model directory {path} does not exist", reason="MODEL_NOT_FOUND")
-        config_file = path / "config.json"
-        if not config_file.is_file():
-            raise NotFoundError(f"{path} has no config.json", reason="MODEL_NOT_FOUND")
-        config = _Config(_read_json(config_file), config_file)
-        family = family_of(config.text("model_type"))
+        config = _Config.of(path)
+        family = sized_family_of(config.text("model_type"))
         num_layers = config.positive("num_hidden_layers")
         hidden_size = config.positive("hidden_size")
         num_experts = _num_experts(config, family)
@@ -103,7 +111,7 @@ class ModelSpec:
         )
         if not moe_layers:
             raise InvalidArgumentError(
-                f"{config_file}: none of the {num_layers} layers has routed experts", reason="NO_MOE_LAYERS"
+                f"{config.path}: none of the {num_layers} layers has routed experts", reason="NO_MOE_LAYERS"
             )
         return cls(
             name=str(path),
@@ -120,6 +128,30 @@ class ModelSpec:
             has_tokenizer=_has_tokenizer(path),
         )
 
+    @staticmethod
+    def model_type_of(path: Path) -> str:
+        """model_type of a checkpoint. Raises as from_directory, but for the family."""
+        return _Config.of(path).text("model_type")
+
+    @classmethod
+    def from_description(cls, path: Path, description: ModelDescription) -> ModelSpec:
+        """The spec of a checkpoint whose module tree was looked at. Raises as from_directory, but for the family."""
+        config = _Config.of(path)
+        return cls(
+            name=str(path),
+            model_type=config.text("model_type"),
+            digest=digest_of_model(path, config.values),
+            num_layers=description.num_layers,
+            moe_layers=description.moe_layers,
+            num_experts_per_token=description.num_experts_per_token,
+            hidden_size=description.hidden_size,
+            vocab_size=description.vocab_size,
+            max_position_embeddings=description.max_position_embeddings,
+            dense_modules=description.dense_modules,
+            eos_token_ids=_eos_token_ids(path, config),
+            has_tokenizer=_has_tokenizer(path),
+        )
+
 
 class _Config:
     """config.json with checked access."""
@@ -127,6 +159,16 @@ class _Config:
     def __init__(self, values: Mapping[str, Any], path: Path) -> None:
         self.values = values
         self.path = path
+
+    @classmethod
+    def of(cls, directory: Path) -> _Config:
+        """That of a checkpoint."""
+        if not directory.is_dir():
+            raise NotFoundError(f"model directory {directory} does not exist", reason="MODEL_NOT_FOUND")
+        config_file = directory / "config.json"
+        if not config_file.is_file():
+            raise NotFoundError(f"{directory} has no config.json", reason="MODEL_NOT_FOUND")
+        return cls(_read_json(config_file), config_file)
 
     def error(self, message: str) -> InvalidArgumentError:
         return InvalidArgumentError(f"{self.path}: {message}", reason="BAD_MODEL_CONFIG")

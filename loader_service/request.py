@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from epilora.adapters.layout_hints import LayoutHints
 from epilora.adapters.normal_form import AdapterTarget
 from epilora.errors import InvalidArgumentError
-from epilora.families import family_of
+from epilora.families import GateUpLayout, family_of
 from epilora.load_spec import MoEEPLoadSpec
 from epilora.model_spec import DenseModuleSpec
 from epilora.slices import LAYOUT_VERSION
@@ -34,12 +34,12 @@ class BuildRequest:
         """Decodes a request.
 
         Raises:
-            InvalidArgumentError: BAD_LOAD_SPEC, BAD_DENSE_MODULE, UNKNOWN_MODEL_FAMILY, BAD_LAYOUT_HINTS.
+            InvalidArgumentError: BAD_LOAD_SPEC, BAD_DENSE_MODULE, BAD_LAYOUT_HINTS.
         """
         load_specs = tuple(MoEEPLoadSpec.from_proto(spec) for spec in message.load_specs)
         _check_together(load_specs)
         target = AdapterTarget.make(
-            family_of(message.model_type),
+            family_of(message.model_type, _layout_of(load_specs[0])),
             [layer.moe for layer in load_specs[0].layers],
             _dense_modules(message.dense_modules),
         )
@@ -87,6 +87,17 @@ def _check_together(load_specs: Sequence[MoEEPLoadSpec]) -> None:
         raise InvalidArgumentError(
             f"two load specs of one ep_rank: {ranks}", reason="BAD_LOAD_SPEC", field="load_specs"
         )
+
+
+def _layout_of(spec: MoEEPLoadSpec) -> GateUpLayout:
+    layouts = {layer.moe.gate_up_layout for layer in spec.layers}
+    if len(layouts) != 1:
+        raise InvalidArgumentError(
+            f"the MoE layers have {len(layouts)} gate_up layouts, expected one",
+            reason="BAD_LOAD_SPEC",
+            field="load_specs",
+        )
+    return next(iter(layouts))
 
 
 def _dense_modules(messages: Sequence[types_pb2.DenseModule]) -> list[DenseModuleSpec]:

@@ -179,6 +179,8 @@ def _swapped_by_version(text: str, family: ModelFamily) -> bool | None:
     first_without_swap = (0, 19, 1)
     if version is None or (version.release == first_without_swap and not version.is_release):
         return None
+    if family.expert_parameters_in_out is None and version.release < first_without_swap:
+        return None
     if family.expert_parameters_in_out:
         return version.release == (0, 19, 0)
     return version.release < first_without_swap

@@ -23,7 +23,8 @@ CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 3, "lora_alpha": 6}
 
 def target_of(model: ModelSpec) -> AdapterTarget:
     """What adapters for a model have to fit."""
-    return AdapterTarget.make(family_of(model.model_type), model.moe_layers, model.dense_modules)
+    family = family_of(model.model_type, model.moe_layers[0].gate_up_layout)
+    return AdapterTarget.make(family, model.moe_layers, model.dense_modules)
 
 
 def write_adapter(path: Path, tensors: Mapping[str, np.ndarray], **changes: Any) -> Path:

@@ -74,7 +74,8 @@ def test_stale_values_next_to_a_sequence_do_not_reach_it(tmp_path: Path) -> None
     prompt, blocks = Prompt(tokens=prompt_tokens(1, 6)), rank.blocks(6)
     (expected,) = rank.prefill([prompt])
     cache = rank.runner._attention.cache
-    cache.kv[:, :, : cache.padding_slot] = float("nan")
+    for kept in (*cache.k.values(), *cache.v.values()):
+        kept[: cache.padding_slot] = float("nan")
     rank.step([Chunk(prompt=prompt, start=0, stop=5, blocks=blocks)])
     (logits,) = rank.step([Chunk(prompt=prompt, start=5, stop=6, blocks=blocks)])
     torch.testing.assert_close(logits[0], expected[5], atol=1e-5, rtol=1e-5)

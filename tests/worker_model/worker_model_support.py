@@ -23,9 +23,11 @@ from transformers import (
 )
 
 from compute_worker.ep_group import EPGroup
+from compute_worker.experts_modules import ExpertsTraits
+from compute_worker.model_description import load_spec_of_model
 from compute_worker.model_runner import ModelRunner, SequenceSpan, StepBatch
 from epilora.load_spec import MoEEPLoadSpec
-from epilora.model_spec import ModelSpec
+from epilora.model_spec import GateUpLayout, ModelSpec
 from epilora.placement import ExpertPlacement
 from epilora.settings import WorkerSettings
 from epilora.slices import (
@@ -228,9 +230,16 @@ def merge_adapter(model: PreTrainedModel, adapter: Adapter, spec: ModelSpec) -> 
         for (layer, projection, expert), pair in adapter.experts.items():
             moe = next(moe for moe in spec.moe_layers if moe.layer == layer)
             experts = model.get_submodule(moe.module)
-            weight = experts.down_proj[expert] if projection == "down" else experts.gate_up_proj[expert]
-            start = moe.intermediate_size if projection == "up" else 0
-            weight[start : start + pair.b.shape[0]] += pair.delta
+            traits = ExpertsTraits.of(experts)
+            assert traits is not None
+            weight = (experts.down_proj if projection == "down" else getattr(experts, traits.first_name))[expert]
+            weight = weight.t() if traits.is_transposed else weight
+            rows = slice(None)
+            if projection in ("gate", "up") and traits.has_gate:
+                start, inner = int(projection == "up"), moe.intermediate_size
+                interleaved = traits.layout is GateUpLayout.INTERLEAVED
+                rows = slice(start, None, 2) if interleaved else slice(start * inner, (start + 1) * inner)
+            weight[rows] += pair.delta
 
 
 def reference_logits(directory: Path, adapter: Adapter | None, spec: ModelSpec, prompt: Sequence[int]) -> torch.Tensor:
@@ -270,7 +279,7 @@ class Rank:
             **{"kv_cache_bytes": 1 << 20, "kv_block_size": 4, "device": "cpu", **settings},
         )  # type: ignore[arg-type]
         self.group = group or EPGroup.from_environment(self.settings)
-        self.spec = ModelSpec.from_directory(model)
+        self.spec = load_spec_of_model(model)
         self.placement = ExpertPlacement.make(placement, self.spec, num_ranks)
         self.load_spec = MoEEPLoadSpec.make(self.spec, self.placement, self.group.ep_rank)
         self.runner = ModelRunner(self.settings, self.spec, self.placement, self.group)
