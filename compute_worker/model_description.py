@@ -136,9 +136,10 @@ def _dense_modules(model: PreTrainedModel, moe_layers: tuple[MoELayerSpec, ...])
         if path != family.lm_head_path and _LAYER_NUMBER.search(f"{path}.") is not None:
             assert isinstance(weight, nn.Parameter)
             found.append(DenseModuleSpec(module=path, in_features=weight.shape[1], out_features=weight.shape[0]))
-    embedding = model.get_input_embeddings()
+    embedding: Any = model.get_input_embeddings()
     # One that scales its output is a class of its own; whether a pair is scaled, too, depends on the release of PEFT.
-    if type(embedding) is nn.Embedding and dict(model.named_modules()).get(family.embedding_path) is embedding:
+    at_its_path = dict(model.named_modules()).get(family.embedding_path) is embedding
+    if isinstance(embedding, nn.Embedding) and type(embedding) is nn.Embedding and at_its_path:
         found.append(
             DenseModuleSpec(
                 module=family.embedding_path,

@@ -217,7 +217,8 @@ class ModelRunner:
             return y_TD
 
     def _block_of(self, layer: int) -> nn.Module:
-        return self._model.get_submodule(self._moe(layer).module.rpartition(".")[0])
+        block: nn.Module = self._model.get_submodule(self._moe(layer).module.rpartition(".")[0])
+        return block
 
     def check_experts_call(self, layer: int, x_TD: torch.Tensor, topk: TopK | None) -> None:
         """Checks what a caller of forward_experts sent, before any other rank is asked to join.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from epilora.errors import InvalidArgumentError, NotFoundError
-from epilora.families import SIZED_FAMILIES
+from epilora.families import FAMILIES, SIZED_FAMILIES
 from epilora.model_spec import GateUpLayout, ModelSpec
 from tests.unit.epilora_models import TINY, model_spec, write_model
 
