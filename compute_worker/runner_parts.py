@@ -13,6 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from compute_worker.checkpoint import ATTENTION_IMPLEMENTATION, EXPERTS_IMPLEMENTATION
+from compute_worker.dispatch.all_to_all import AllToAllDispatcher
 from compute_worker.dispatch.allgather_reducescatter import AllGatherDispatcher
 from compute_worker.dispatch.base import Dispatcher
 from compute_worker.dispatch.local import LocalDispatcher
@@ -53,7 +54,7 @@ def make_backend(settings: WorkerSettings, device: torch.device) -> ExpertBacken
 
 
 def make_dispatcher(settings: WorkerSettings, group: EPGroup) -> Dispatcher:
-    """The dispatch backend: local for one rank, unless the settings name one.
+    """The dispatch backend: local for one rank, allgather_reducescatter for several, unless the settings name one.
 
     Raises:
         InvalidArgumentError: local dispatch for several ranks.
@@ -65,11 +66,12 @@ def make_dispatcher(settings: WorkerSettings, group: EPGroup) -> Dispatcher:
         if group.num_ranks > 1:
             raise InvalidArgumentError(
                 f"EPILORA_DISPATCH_BACKEND is local, but there are {group.num_ranks} ranks; use"
-                " allgather_reducescatter",
+                " allgather_reducescatter or all_to_all",
                 reason="DISPATCH_BACKEND",
             )
         return LocalDispatcher()
-    return AllGatherDispatcher(group)
+    _log.info("dispatch backend chosen", backend=name, num_ranks=group.num_ranks)
+    return AllToAllDispatcher(group) if name == "all_to_all" else AllGatherDispatcher(group)
 
 
 def rank_multiple_of(backend: ExpertBackend, dtype: torch.dtype) -> int:

@@ -71,8 +71,9 @@ class WorkerSettings(CommonSettings):
     """random: weights are drawn, not read (benchmarks; only config.json is needed)."""
     expert_backend: Literal["auto", "loop", "grouped"] = "auto"
     """loop: the plain reference, one expert after another; grouped: grouped matrix products. auto: grouped on a GPU."""
-    dispatch_backend: Literal["auto", "local", "allgather_reducescatter"] = "auto"
-    """How rows travel to their experts; auto: local for one rank."""
+    dispatch_backend: Literal["auto", "local", "allgather_reducescatter", "all_to_all"] = "auto"
+    """How rows travel to their experts: allgather_reducescatter sends each token to every rank, all_to_all only to the
+    ranks of its experts. auto: local for one rank, allgather_reducescatter for several."""
     num_adapter_slots: int = Field(default=32, ge=1, le=1024)
     """Adapters that may be active at once."""
     max_adapter_bytes: int = Field(default=0, ge=0)

@@ -1,6 +1,6 @@
 """Dispatch by all-gather: every token goes to every rank, in one packed row; the parts come back by reduce-scatter.
 
-A packed row holds, each at a multiple of 16 bytes: hidden state [D], weights float32 [K], physical experts int32 [K],
+A packed row holds: hidden state [D], weights float32 [K], physical experts int32 [K],
 extras int32, one a name in sorted order. Ranks with fewer tokens than the fullest one send padding rows, whose experts
 and extras are -1, so that shapes depend only on the number of tokens of the fullest rank.
 """
@@ -8,28 +8,17 @@ and extras are -1, so that shapes depend only on the number of tokens of the ful
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from compute_worker.dispatch.base import ArrivedTokens, CombineHandle, ExtraTensors, local_slots
+from compute_worker.dispatch.packed_rows import RowLayout
 from compute_worker.ep_group import EPGroup
-
-_ALIGNMENT = 16
 
 # torch 2.13 has new names for these two; 2.11 has the old ones only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Column:
-    """One part of a packed row."""
-
-    start: int
-    num_bytes: int
-    dtype: torch.dtype
 
 
 class AllGatherDispatcher:
@@ -56,18 +45,16 @@ class AllGatherDispatcher:
         assert num_tokens == num_tokens_per_rank[group.ep_rank], (num_tokens, num_tokens_per_rank, group.ep_rank)
         names = sorted(extras)
         parts = [x_TD, weight_TK.float(), expert_TK.int(), *(extras[name].int().unsqueeze(1) for name in names)]
-        columns, row_bytes = _layout(parts)
-        send = torch.full((max_tokens, row_bytes), 255, dtype=torch.uint8, device=x_TD.device)
+        layout = RowLayout.of(parts)
+        send = torch.full((max_tokens, layout.row_bytes), 255, dtype=torch.uint8, device=x_TD.device)
         if max_tokens > num_tokens:
             # Bytes of 255 are -1 in the integer columns; in the float ones they would be NaN.
-            send[num_tokens:, : columns[2].start] = 0
-        for part, column in zip(parts, columns, strict=True):
-            view = send[:num_tokens, column.start : column.start + column.num_bytes].view(column.dtype)
-            view.copy_(part)
-        received = torch.empty((group.num_ranks * max_tokens, row_bytes), dtype=torch.uint8, device=x_TD.device)
+            send[num_tokens:, : layout.columns[2].start] = 0
+        layout.write(send[:num_tokens], parts)
+        received = torch.empty((group.num_ranks * max_tokens, layout.row_bytes), dtype=torch.uint8, device=x_TD.device)
         if max_tokens:
             _all_gather(received, send, group=group.data_group)
-        views = [received[:, c.start : c.start + c.num_bytes].view(c.dtype) for c in columns]
+        views = layout.views(received)
         x_ND, weight_NK, expert_NK = views[:3]
         arrived = ArrivedTokens(
             x_ND=x_ND,
@@ -95,13 +82,3 @@ class AllGatherDispatcher:
         for part_TD in parts_GTD[1:]:
             y_TD = y_TD + part_TD.float()
         return y_TD.to(y_ND.dtype)
-
-
-def _layout(parts: Sequence[torch.Tensor]) -> tuple[list[_Column], int]:
-    """Place of each [T, n] part in a packed row, and the row's bytes."""
-    columns, start = [], 0
-    for part in parts:
-        num_bytes = part.shape[1] * part.element_size()
-        columns.append(_Column(start=start, num_bytes=num_bytes, dtype=part.dtype))
-        start += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-    return columns, start

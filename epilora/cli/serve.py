@@ -41,6 +41,9 @@ def serve(
     ] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Slice cache; by default in shared memory.")] = None,
     placement: Annotated[str, typer.Option(help="linear, round_robin, or a JSON file.")] = "linear",
+    dispatch: Annotated[
+        str, typer.Option(help="How rows travel: auto, local, allgather_reducescatter or all_to_all.")
+    ] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     load_format: Annotated[str, typer.Option(help="safetensors, or random for benchmarks.")] = "safetensors",
@@ -79,6 +82,7 @@ def serve(
             "CACHE_DIR": str(cache_dir),
             "METRICS_LISTEN": metrics_listen,
             "PLACEMENT": placement,
+            "DISPATCH_BACKEND": dispatch,
             "DTYPE": dtype,
             "DEVICE": device,
             "LOAD_FORMAT": load_format,

@@ -1,0 +1,254 @@
+"""Every way of sending rows, on 1 to 4 ranks: what one rank gives, the same bits each time, no row too many."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from worker_model_ranks import Results, run_ranks
+from worker_model_support import small_config
+
+from compute_worker.adapter_buffers import AdapterTensors
+from compute_worker.dispatch.all_to_all import AllToAllDispatcher, needed_by_rank
+from compute_worker.dispatch.allgather_reducescatter import AllGatherDispatcher
+from compute_worker.dispatch.base import Dispatcher
+from compute_worker.dispatch.local import LocalDispatcher
+from compute_worker.ep_group import EPGroup
+from compute_worker.expert_layer import ExpertLayer, PhysicalExperts
+from compute_worker.experts_base import ExpertWeights, LoraPair
+from compute_worker.experts_loop import LoopBackend
+from compute_worker.step_context import CurrentStep, StepContext
+from epilora.model_spec import GateUpLayout, ModelSpec
+from epilora.placement import ExpertPlacement
+from epilora.settings import WorkerSettings
+
+RANKS = (1, 2, 3, 4)
+BACKENDS = ("allgather_reducescatter", "all_to_all")
+PLACEMENTS = ("linear", "round_robin", "explicit")
+LORA = ("all", "one", "no")
+COUNTS = {"even": (16, 16, 16, 16), "ragged": (9, 2, 5, 1), "zero": (0, 7, 0, 3)}
+NUM_EXPERTS, TOP_K, HIDDEN, WIDTH, LORA_RANK, LAYER = 7, 3, 32, 24, 2, 1
+COPIED = (0, 5)
+
+
+class Case(NamedTuple):
+    """One cell of the table."""
+
+    backend: str
+    placement: str
+    lora: str
+    counts: str
+
+    def num_tokens(self, num_ranks: int) -> list[int]:
+        return list(COUNTS[self.counts][:num_ranks])
+
+
+CASES = [Case(*parts) for parts in itertools.product(BACKENDS, PLACEMENTS, LORA, COUNTS)]
+
+
+def make_placement(name: str, model: ModelSpec, num_ranks: int) -> ExpertPlacement:
+    """explicit: experts in an odd order, and two of them on every rank, so that they have as many copies as ranks."""
+    if name != "explicit":
+        return ExpertPlacement.make(name, model, num_ranks)
+    order = [3 * expert % NUM_EXPERTS for expert in range(NUM_EXPERTS)]
+    ranks = [order[rank::num_ranks] for rank in range(num_ranks)]
+    table = tuple(tuple(experts + [e for e in COPIED if e not in experts]) for experts in ranks)
+    return ExpertPlacement(strategy="explicit", num_ranks=num_ranks, tables={LAYER: table})
+
+
+def random_tensor(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.3
+
+
+def make_layer(placement: ExpertPlacement, ep_rank: int, dispatcher: Dispatcher, current: CurrentStep) -> ExpertLayer:
+    local = list(placement.local_experts(LAYER, ep_rank))
+    weights = ExpertWeights(
+        gate_up_eHD=random_tensor(1, NUM_EXPERTS, 2 * WIDTH, HIDDEN)[local],
+        down_eDF=random_tensor(2, NUM_EXPERTS, HIDDEN, WIDTH)[local],
+        gate=lambda h_RH: F.silu(h_RH[:, :WIDTH]) * h_RH[:, WIDTH:],
+        layout=GateUpLayout.CONCATENATED,
+    )
+    return ExpertLayer(
+        layer=LAYER,
+        weights=weights,
+        physical=PhysicalExperts.make(placement, LAYER, torch.device("cpu")),
+        dispatcher=dispatcher,
+        backend=LoopBackend(),
+        current=current,
+    )
+
+
+def make_adapter(seed: int, local: tuple[int, ...]) -> AdapterTensors:
+    """Pairs of all local experts for both projections."""
+    pairs = {}
+    for projection, out_features, in_features in (("gate_up", 2 * WIDTH, HIDDEN), ("down", HIDDEN, WIDTH)):
+        a = random_tensor(10 * seed + out_features, NUM_EXPERTS, LORA_RANK, in_features)[list(local)]
+        b = random_tensor(11 * seed + out_features, NUM_EXPERTS, out_features, LORA_RANK)[list(local)]
+        pairs[projection] = LoraPair(
+            a=a.flatten(0, 1),
+            b=b.flatten(),
+            lora_rank=(LORA_RANK,) * len(local),
+            scale_e=torch.full((len(local),), 0.5 * seed),
+            out_features=out_features,
+        )
+    return AdapterTensors(layers={LAYER: pairs}, dense={}, buffers=())
+
+
+def tokens_of(ep_rank: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x, experts, weights) of one rank; a choice is missing here and there, token 4 has none at all."""
+    generator = torch.Generator().manual_seed(100 + ep_rank)
+    x_TD = torch.randn((num_tokens, HIDDEN), generator=generator)
+    weight_TK, expert_TK = torch.rand((num_tokens, NUM_EXPERTS), generator=generator).topk(TOP_K, dim=1)
+    expert_TK[1::5, 2] = -1
+    expert_TK[4::5] = -1
+    return x_TD, expert_TK, weight_TK
+
+
+def slots_of(lora: str, ep_rank: int, num_ranks: int, num_tokens: int) -> list[int]:
+    if lora == "no" or (lora == "one" and ep_rank != num_ranks - 1):
+        return [-1] * num_tokens
+    return [(-1, 0, 1)[t % 3] for t in range(num_tokens)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Whose tokens run, the tokens of every rank of the dispatch, and the experts that are local."""
+
+    ep_rank: int
+    num_ranks: int
+    counts: list[int]
+    local: tuple[int, ...]
+
+
+def run_layer(layer: ExpertLayer, current: CurrentStep, case: Case, place: Place) -> torch.Tensor:
+    """The layer's output for the tokens that a case gives to a rank."""
+    num_tokens = case.num_tokens(place.num_ranks)[place.ep_rank]
+    current.context = StepContext(
+        adapter_slots=slots_of(case.lora, place.ep_rank, place.num_ranks, num_tokens),
+        num_tokens_per_rank=place.counts,
+        active={slot: make_adapter(slot + 1, place.local) for slot in (0, 1)},
+        device=torch.device("cpu"),
+    )
+    return layer.forward(*tokens_of(place.ep_rank, num_tokens))
+
+
+def rank_main(ep_rank: int, work: Path) -> Results:
+    """The whole table, on groups of the first 1, 2, 3 and all 4 processes."""
+    everyone = EPGroup.from_environment(WorkerSettings(model=work, num_ranks=max(RANKS), device="cpu"))
+    model = ModelSpec.from_directory(work / "model")
+    results: Results = {}
+    for num_ranks in RANKS:
+        data_group = dist.new_group(range(num_ranks))
+        if ep_rank < num_ranks:
+            group = replace(everyone, num_ranks=num_ranks, data_group=data_group)
+            results[str(num_ranks)] = {case: _run_case(case, model, group) for case in CASES}
+    return results
+
+
+def _run_case(case: Case, model: ModelSpec, group: EPGroup) -> Results:
+    dispatcher = AllToAllDispatcher(group) if case.backend == "all_to_all" else AllGatherDispatcher(group)
+    placement, current = make_placement(case.placement, model, group.num_ranks), CurrentStep()
+    layer = make_layer(placement, group.ep_rank, dispatcher, current)
+    place = Place(
+        ep_rank=group.ep_rank,
+        num_ranks=group.num_ranks,
+        counts=case.num_tokens(group.num_ranks),
+        local=placement.local_experts(LAYER, group.ep_rank),
+    )
+    y_TD = run_layer(layer, current, case, place)
+    results = {"y": y_TD, "num_rows": layer.num_rows(), "sent": list(getattr(dispatcher, "num_pairs_sent", ()))}
+    results["again"] = run_layer(layer, current, case, place)
+    return results
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, list[Results]]:
+    work = tmp_path_factory.mktemp("dispatch")
+    small_config("qwen2_moe").save_pretrained(work / "model")
+    return ModelSpec.from_directory(work / "model"), run_ranks(max(RANKS), rank_main, work)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_cell_equals_one_rank(table: tuple[ModelSpec, list[Results]], backend: str, num_ranks: int) -> None:
+    model, results = table
+    current = CurrentStep()
+    one = make_layer(make_placement("linear", model, 1), 0, LocalDispatcher(), current)
+    for case in (case for case in CASES if case.backend == backend):
+        for ep_rank, num_tokens in enumerate(case.num_tokens(num_ranks)):
+            place = Place(ep_rank=ep_rank, num_ranks=num_ranks, counts=[num_tokens], local=tuple(range(NUM_EXPERTS)))
+            expected = run_layer(one, current, case, place)
+            got = results[ep_rank][str(num_ranks)][case]["y"]
+            torch.testing.assert_close(
+                got, expected, atol=1e-5, rtol=1e-5, msg=lambda m, c=case, r=ep_rank: f"{c}, rank {r}: {m}"
+            )
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_bits_are_the_same_in_each_run_and_beside_adapters(
+    table: tuple[ModelSpec, list[Results]], num_ranks: int
+) -> None:
+    _, results = table
+    for case in CASES:
+        for ep_rank in range(num_ranks):
+            mine = results[ep_rank][str(num_ranks)]
+            assert torch.equal(mine[case]["y"], mine[case]["again"]), (case, ep_rank)
+            slots = slots_of(case.lora, ep_rank, num_ranks, mine[case]["y"].shape[0])
+            base = [t for t, slot in enumerate(slots) if slot < 0]
+            plain = mine[case._replace(lora="no")]["y"]
+            assert torch.equal(mine[case]["y"][base], plain[base]), (case, ep_rank)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_all_to_all_sends_each_token_once_to_each_rank_of_its_experts(
+    table: tuple[ModelSpec, list[Results]], num_ranks: int
+) -> None:
+    model, results = table
+    for case in (case for case in CASES if case.backend == "all_to_all"):
+        placement = make_placement(case.placement, model, num_ranks)
+        copies, num_copies = placement.copies(LAYER), placement.num_copies(LAYER)
+        owner = [r for r in range(num_ranks) for _ in placement.local_experts(LAYER, r)]
+        for ep_rank, num_tokens in enumerate(case.num_tokens(num_ranks)):
+            chosen = tokens_of(ep_rank, num_tokens)[1].tolist()
+            pairs = {
+                (t, owner[copies[expert, t % num_copies[expert]]])
+                for t, experts in enumerate(chosen)
+                for expert in experts
+                if expert >= 0
+            }
+            expected = Counter(rank for _, rank in pairs)
+            sent = results[ep_rank][str(num_ranks)][case]["sent"]
+            assert sent == [expected[rank] for rank in range(num_ranks)], (case, ep_rank)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_reach_every_copy(table: tuple[ModelSpec, list[Results]], backend: str, num_ranks: int) -> None:
+    model, results = table
+    placement = make_placement("explicit", model, num_ranks)
+    case = Case(backend, "explicit", "all", "even")
+    num_tokens = case.num_tokens(num_ranks)
+    total: Counter[int] = Counter()
+    for ep_rank in range(num_ranks):
+        num_rows = results[ep_rank][str(num_ranks)][case]["num_rows"]
+        assert min(num_rows) > 0, (ep_rank, num_rows)
+        for expert, count in zip(placement.local_experts(LAYER, ep_rank), num_rows, strict=True):
+            total[expert] += count
+    chosen = torch.cat([tokens_of(rank, count)[1] for rank, count in enumerate(num_tokens)])
+    assert total == Counter(expert for expert in chosen.flatten().tolist() if expert >= 0)
+
+
+def test_needed_ranks() -> None:
+    """The docstring's example, and a rank without experts, to which nothing goes."""
+    expert_TK = torch.tensor([[0, 1], [5, -1], [-1, -1]])
+    needed = needed_by_rank(expert_TK, torch.tensor([2, 4, 6]))
+    assert needed.tolist() == [[True, False, False], [False, False, True], [False, False, False]]
+    needed = needed_by_rank(torch.tensor([[1, 2]]), torch.tensor([2, 2, 4]))
+    assert needed.tolist() == [[True, False, True]]
