@@ -18,7 +18,7 @@ from epilora.v1 import loader_service_pb2, types_pb2
 from loader_service.cache import BuiltSlices, SliceCache
 from loader_service.request import BuildRequest
 from loader_service.source import SourceFiles, SourceIdentity, SourceRoots
-from loader_service.writer import BuildProgress, WriteResult, digest_of_file, write_slices
+from loader_service.writer import BuildProgress, WriteResult, write_slices
 
 
 class AdapterBuilder:
@@ -68,10 +68,9 @@ class AdapterBuilder:
                 if not files.is_unchanged():
                     raise _changed(request.source)
                 report.bytes_read = written.bytes_read
-                report.warnings.extend(_zero_warnings(form, plan, written))
-                digests = [digest_of_file(path, progress) for path in paths]
+                report.warnings.extend(_zero_warnings(form, written))
                 progress.bytes_done = progress.bytes_total
-                slices = _slices(request, plan, [final / name for name in names], digests)
+                slices = _slices(request, plan, [final / name for name in names], written.digests)
                 return BuiltSlices(adapter_digest=identity.digest, slices=slices, report=report)
 
             return self._cache.build(entry_id, plan.size_bytes, write, lease=lease)
@@ -122,13 +121,12 @@ def _slices(
     )
 
 
-def _zero_warnings(form: NormalForm, plan: SlicePlan, written: WriteResult) -> list[str]:
+def _zero_warnings(form: NormalForm, written: WriteResult) -> list[str]:
     """Pairs whose A or B was read and is zero change nothing: legal, and hardly what was meant."""
-    pairs = {
-        (pair.a.tensor.index, pair.b.tensor.index): pair
-        for pair in form.pairs()
-        if pair.a.tensor.index in plan.copies and pair.b.tensor.index in plan.copies
-    }
+    if written.seen <= written.nonzero:
+        return []
+    pairs = {(pair.a.tensor.index, pair.b.tensor.index): pair for pair in form.pairs()}
+    pairs = {key: pair for key, pair in pairs.items() if written.seen.issuperset(key)}
     zero = [pair for key, pair in pairs.items() if not written.nonzero.issuperset(key)]
     if not zero:
         return []

@@ -1,34 +1,34 @@
-"""Copying the parts of an adapter to its slice files: every needed range of the source is read once.
+"""Copying the parts of an adapter to its slice files.
 
-The source is read with pread into one buffer, not mapped: a file that shrinks while it is read is then an error, not
-a SIGBUS. Slice files are allocated in full first, for the same reason, and then mapped.
+The source is read with preadv, not mapped: a file that shrinks while it is read is then an error, not a SIGBUS. Values
+are checked while they are in the processor's cache. A matrix that several slices hold is read once. Slice files are
+written front to back (slice_file.py).
 """
 
 from __future__ import annotations
 
-import errno
-import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from epilora.adapters.normal_form import NUMPY_DTYPE
-from epilora.adapters.safetensors_header import TensorEntry
-from epilora.adapters.slice_plan import Copy, SlicePlan
-from epilora.errors import AbortedError, AdapterFormatError, ResourceExhaustedError, UnavailableError
+from epilora.adapters.normal_form import NUMPY_DTYPE, Region
+from epilora.adapters.safetensors_header import FLOAT_BYTES, TensorEntry
+from epilora.adapters.slice_plan import Piece, SlicePlan
+from epilora.errors import AbortedError, AdapterFormatError, UnavailableError
+from loader_service.slice_file import BLOCK_BYTES, BlockWriter, Bytes, SliceFile
 
-BLOCK_BYTES = 8 << 20
-"""Bytes of the read buffer. A tensor larger than it is read in blocks of rows."""
+TRANSPOSE_BYTES = 64 << 20
+"""Bytes of matrices that are taken out of a tensor's columns in one pass over the tensor."""
 
-Bytes = npt.NDArray[np.uint8]
+# (first non-finite positive, first non-finite negative): exponent bits all ones, seen as signed and unsigned integers.
+_NON_FINITE = {"BF16": (0x7F80, 0xFF80), "F16": (0x7C00, 0xFC00), "F32": (0x7F800000, 0xFF800000)}
 
 
 class BuildCancelledError(UnavailableError):
@@ -58,34 +58,17 @@ class BuildProgress:
             raise BuildCancelledError("the build was cancelled; load the adapter again", reason="BUILD_CANCELLED")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Unit:
-    """Rows of one tensor that are read together."""
-
-    tensor: TensorEntry
-    row_begin: int
-    row_end: int
-
-    @property
-    def row_bytes(self) -> int:
-        return self.tensor.size_bytes // self.tensor.num_rows
-
-    @property
-    def offset(self) -> int:
-        return self.tensor.offset + self.row_begin * self.row_bytes
-
-    @property
-    def size_bytes(self) -> int:
-        return (self.row_end - self.row_begin) * self.row_bytes
-
-
 @dataclass(slots=True)
 class WriteResult:
     """What a write found out."""
 
     bytes_read: int = 0
+    seen: set[int] = field(default_factory=set)
+    """Indices of the tensors of which something was read."""
     nonzero: set[int] = field(default_factory=set)
-    """Indices of the tensors in which something other than zero was seen."""
+    """Those in which something other than zero was seen."""
+    digests: tuple[str, ...] = ()
+    """xxh3-128 of each slice file, 32 hex digits."""
 
 
 def write_slices(plan: SlicePlan, source_fd: int, paths: Sequence[Path], progress: BuildProgress) -> WriteResult:
@@ -104,102 +87,178 @@ def write_slices(plan: SlicePlan, source_fd: int, paths: Sequence[Path], progres
         BuildCancelledError: progress was cancelled.
     """
     with ExitStack() as stack:
+        # The writer is entered last, so that its thread has ended before any file is closed.
+        writer = BlockWriter(len(paths))
         files = [
-            stack.enter_context(_MappedFile(path, layout.size_bytes))
+            stack.enter_context(SliceFile(path, layout.size_bytes, writer))
             for path, layout in zip(paths, plan.layouts, strict=True)
         ]
-        for file, layout, constants in zip(files, plan.layouts, plan.constants, strict=True):
-            file.put(0, layout.header)
-            for offset, value in constants.items():
-                file.put(offset, value)
-            progress.bytes_done += len(layout.header)
-        return _Copier(plan, source_fd, files, progress).run()
+        with writer:
+            copier = _Copier(source_fd, files, progress)
+            for file, layout in zip(files, plan.layouts, strict=True):
+                file.put(layout.header)
+            for pieces in plan.tensors:
+                copier.copy(pieces)
+            for file in files:
+                file.finish()
+        writer.check()
+        copier.result.digests = tuple(file.digest() for file in files)
+        return copier.result
 
 
-def digest_of_file(path: Path, progress: BuildProgress) -> str:
-    """xxh3-128 of a file's bytes, 32 hex digits. Against accidents, not against forgery."""
-    digest = xxhash.xxh3_128()
-    buffer = bytearray(BLOCK_BYTES)
-    with path.open("rb", buffering=0) as stream:
-        while size := stream.readinto(buffer):
-            progress.check()
-            digest.update(memoryview(buffer)[:size])
-    return digest.hexdigest()
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Bytes of one tensor that follow each other in the file."""
+
+    tensor: TensorEntry
+    offset: int
+    size: int
 
 
-class _MappedFile:
-    """A new file of a given size, mapped for writing."""
+class _Copier:
+    """Copies the matrices of one tensor name after another."""
 
-    def __init__(self, path: Path, size: int) -> None:
-        self._path = path
-        self._size = size
+    def __init__(self, source_fd: int, files: Sequence[SliceFile], progress: BuildProgress) -> None:
+        self._source_fd = source_fd
+        self._files = files
+        self._progress = progress
+        self.result = WriteResult()
 
-    def __enter__(self) -> _MappedFile:
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, self._size)
-            self._map = mmap.mmap(fd, self._size)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
-                raise
-            raise ResourceExhaustedError(
-                f"no room for {self._size} bytes in {self._path.parent.parent}: {error.strerror}", reason="CACHE_FULL"
-            ) from error
-        finally:
-            os.close(fd)
-        self.bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        del self.bytes
-        # After an error, its traceback may still hold a view of the map, which then goes with it.
-        with suppress(BufferError):
-            self._map.close()
-
-    def put(self, offset: int, value: bytes) -> None:
-        """Writes a few bytes."""
-        self._map[offset : offset + len(value)] = value
-
-
-def _units(plan: SlicePlan) -> Iterator[_Unit]:
-    """The rows to read, in order of the file."""
-    for copies in plan.copies.values():
-        tensor = copies[0].region.tensor
-        rows_per_block = max(1, BLOCK_BYTES // max(1, tensor.size_bytes // tensor.num_rows))
-        for begin, end in _merged((copy.region.row_begin, copy.region.row_end) for copy in copies):
-            for block in range(begin, end, rows_per_block):
-                yield _Unit(tensor=tensor, row_begin=block, row_end=min(block + rows_per_block, end))
-
-
-def _merged(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Overlapping and touching ranges made one."""
-    merged: list[tuple[int, int]] = []
-    for begin, end in sorted(set(ranges)):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+    def copy(self, pieces: Sequence[Piece]) -> None:
+        """Appends what each slice has under one name."""
+        self._progress.check()
+        for piece in pieces:
+            self._files[piece.slice_index].pad_to(piece.offset)
+        if not pieces[0].regions:
+            for piece in pieces:
+                self._files[piece.slice_index].put(piece.constant)
+        elif any(region.column_step != 1 for region in pieces[0].regions):
+            self._copy_columns(pieces)
+        elif any(region.transpose for region in pieces[0].regions):
+            self._copy_transposed(pieces)
         else:
-            merged.append((begin, end))
-    return merged
+            self._copy_rows(pieces)
+        for piece in pieces:
+            assert self._files[piece.slice_index].position == piece.offset + piece.size_bytes, piece
+        self._progress.bytes_done += sum(piece.size_bytes for piece in pieces)
+
+    def _copy_rows(self, pieces: Sequence[Piece]) -> None:
+        if len(pieces) > 1 and all(piece.regions == pieces[0].regions for piece in pieces[1:]):
+            for batch in _batches(pieces[0].regions):
+                block = self._files[pieces[0].slice_index].take(sum(span.size for span in batch))
+                self._read(batch, block)
+                for piece in pieces[1:]:
+                    self._files[piece.slice_index].put(block)
+            return
+        for piece in pieces:
+            for batch in _batches(piece.regions):
+                self._read(batch, self._files[piece.slice_index].take(sum(span.size for span in batch)))
+
+    def _copy_transposed(self, pieces: Sequence[Piece]) -> None:
+        """Matrices of whole rows, each of which is turned."""
+        for piece in pieces:
+            for region in piece.regions:
+                raw = np.empty(region.size_bytes, dtype=np.uint8)
+                self._read_all(region.tensor, _row_offset(region.tensor, region.row_begin), raw)
+                matrix = raw.view(NUMPY_DTYPE[region.tensor.dtype]).reshape(region.row_end - region.row_begin, -1)
+                self._files[piece.slice_index].put(np.ascontiguousarray(matrix.T).reshape(-1).view(np.uint8))
+
+    def _copy_columns(self, pieces: Sequence[Piece]) -> None:
+        """Matrices of every n-th column, several of them in one pass over their tensor."""
+        wanted = [(piece.slice_index, region) for piece in pieces for region in piece.regions]
+        per_pass = max(1, TRANSPOSE_BYTES // max(region.size_bytes for _, region in wanted))
+        for start in range(0, len(wanted), per_pass):
+            part = wanted[start : start + per_pass]
+            for (slice_index, _), matrix in zip(part, self._take_columns([region for _, region in part]), strict=True):
+                self._files[slice_index].put(matrix.reshape(-1).view(np.uint8))
+
+    def _take_columns(self, regions: Sequence[Region]) -> Iterator[npt.NDArray[Any]]:
+        """The matrices of regions with the same tensor, rows, step and direction."""
+        first = regions[0]
+        tensor, step = first.tensor, first.column_step
+        columns = [region.column_begin for region in regions]
+        # Neighbouring experts are the common case, and a slice is several times as fast as a list.
+        chosen = slice(columns[0], columns[-1] + 1) if _is_range(columns) else columns
+        num_rows, per_matrix = first.row_end - first.row_begin, tensor.num_columns // step
+        dtype = NUMPY_DTYPE[tensor.dtype]
+        taken = np.empty((len(regions), num_rows, per_matrix), dtype=dtype)
+        row_bytes = tensor.num_columns * FLOAT_BYTES[tensor.dtype]
+        # A quarter of a block: it and what it is copied to stay in the cache together.
+        rows = max(1, (BLOCK_BYTES // 4) // row_bytes)
+        buffer = np.empty(rows * row_bytes, dtype=np.uint8)
+        for begin in range(0, num_rows, rows):
+            end = min(begin + rows, num_rows)
+            raw = buffer[: (end - begin) * row_bytes]
+            self._read_all(tensor, _row_offset(tensor, first.row_begin + begin), raw)
+            flat = raw.view(dtype).reshape(-1, step)[:, chosen]
+            taken[:, begin:end] = flat.T.reshape(len(regions), end - begin, per_matrix)
+        return (matrix.T.copy() if first.transpose else matrix for matrix in taken)
+
+    def _read_all(self, tensor: TensorEntry, offset: int, target: Bytes) -> None:
+        """Reads and checks a part of a tensor, of any size."""
+        self._progress.check()
+        for start in range(0, len(target), BLOCK_BYTES):
+            part = target[start : start + BLOCK_BYTES]
+            self._read([_Span(tensor, offset + start, len(part))], part)
+
+    def _read(self, spans: Sequence[_Span], target: Bytes) -> None:
+        """Reads and checks spans of one dtype that fill the target."""
+        start = 0
+        for span in _joined(spans):
+            _read(self._source_fd, target[start : start + span.size], span.offset)
+            start += span.size
+        self.result.bytes_read += start
+        is_finite = _is_finite(target, spans[0].tensor.dtype)
+        start = 0
+        for span in spans:
+            raw = target[start : start + span.size]
+            start += span.size
+            index = span.tensor.index
+            if not is_finite and not _is_finite(raw, span.tensor.dtype):
+                raise _non_finite(span.tensor)
+            if index not in self.result.nonzero:
+                self.result.seen.add(index)
+                # The first byte decides for nearly all tensors that are not zero.
+                if raw[0] or raw.any():
+                    self.result.nonzero.add(index)
 
 
-def _batches(units: Iterator[_Unit], limit: int) -> Iterator[list[_Unit]]:
-    """Units that follow each other in the file without a gap, up to `limit` bytes."""
-    batch: list[_Unit] = []
-    size = 0
-    for unit in units:
-        follows = batch and batch[-1].offset + batch[-1].size_bytes == unit.offset
-        if batch and (not follows or size + unit.size_bytes > limit):
-            yield batch
-            batch, size = [], 0
-        batch.append(unit)
-        size += unit.size_bytes
+def _batches(regions: Sequence[Region]) -> Iterator[list[_Span]]:
+    """The bytes of regions of whole rows, in batches of a block at most."""
+    batch: list[_Span] = []
+    room = BLOCK_BYTES
+    for region in regions:
+        tensor = region.tensor
+        offset, end = _row_offset(tensor, region.row_begin), _row_offset(tensor, region.row_end)
+        while offset < end:
+            if room == 0 or (batch and end - offset > room and end - offset <= BLOCK_BYTES):
+                yield batch
+                batch, room = [], BLOCK_BYTES
+            size = min(end - offset, room)
+            batch.append(_Span(tensor, offset, size))
+            offset, room = offset + size, room - size
     if batch:
         yield batch
 
 
-def _largest_row(plan: SlicePlan) -> int:
-    tensors = [copies[0].region.tensor for copies in plan.copies.values()]
-    return max((tensor.size_bytes // tensor.num_rows for tensor in tensors), default=0)
+def _joined(spans: Sequence[_Span]) -> Iterator[_Span]:
+    """Spans, with those made one that follow each other in the file."""
+    held = spans[0]
+    for span in spans[1:]:
+        if span.offset == held.offset + held.size:
+            held = _Span(held.tensor, held.offset, held.size + span.size)
+        else:
+            yield held
+            held = span
+    yield held
+
+
+def _row_offset(tensor: TensorEntry, row: int) -> int:
+    return tensor.offset + row * tensor.num_columns * FLOAT_BYTES[tensor.dtype]
+
+
+def _is_range(values: Sequence[int]) -> bool:
+    return all(value == values[0] + index for index, value in enumerate(values))
 
 
 def _read(fd: int, buffer: Bytes, offset: int) -> None:
@@ -214,70 +273,16 @@ def _read(fd: int, buffer: Bytes, offset: int) -> None:
         done += count
 
 
-class _Copier:
-    """Reads the source batch by batch and copies its parts."""
-
-    def __init__(self, plan: SlicePlan, source_fd: int, files: Sequence[_MappedFile], progress: BuildProgress) -> None:
-        self._plan = plan
-        self._source_fd = source_fd
-        self._files = files
-        self._progress = progress
-        self._result = WriteResult()
-
-    def run(self) -> WriteResult:
-        buffer = np.empty(max(BLOCK_BYTES, _largest_row(self._plan)), dtype=np.uint8)
-        for batch in _batches(_units(self._plan), len(buffer)):
-            self._progress.check()
-            size = batch[-1].offset + batch[-1].size_bytes - batch[0].offset
-            _read(self._source_fd, buffer[:size], batch[0].offset)
-            self._result.bytes_read += size
-            self._copy_batch(batch, buffer[:size])
-        return self._result
-
-    def _copy_batch(self, batch: Sequence[_Unit], buffer: Bytes) -> None:
-        same_dtype = len({unit.tensor.dtype for unit in batch}) == 1
-        check_each = not (same_dtype and _is_finite(buffer, batch[0].tensor.dtype))
-        nonzero = self._result.nonzero
-        for unit in batch:
-            start = unit.offset - batch[0].offset
-            raw = buffer[start : start + unit.size_bytes]
-            if check_each and not _is_finite(raw, unit.tensor.dtype):
-                raise AdapterFormatError(
-                    f"tensor {unit.tensor.name} holds NaN or infinite values; the training run that wrote it diverged",
-                    reason="NON_FINITE",
-                    metadata={"tensor": unit.tensor.name},
-                )
-            if unit.tensor.index not in nonzero and raw.any():
-                nonzero.add(unit.tensor.index)
-            for copy in self._plan.copies[unit.tensor.index]:
-                self._progress.bytes_done += _copy(copy, unit, raw, self._files[copy.slice_index].bytes)
-
-
-def _copy(copy: Copy, unit: _Unit, raw: Bytes, target: Bytes) -> int:
-    """Copies what a block of rows has of a matrix. Returns the bytes written."""
-    region = copy.region
-    begin, end = max(unit.row_begin, region.row_begin), min(unit.row_end, region.row_end)
-    if begin >= end:
-        return 0
-    if region.column_step == 1 and region.column_begin == 0 and not region.transpose:
-        size = (end - begin) * unit.row_bytes
-        source_start = (begin - unit.row_begin) * unit.row_bytes
-        target_start = copy.offset + (begin - region.row_begin) * unit.row_bytes
-        target[target_start : target_start + size] = raw[source_start : source_start + size]
-        return size
-    dtype = NUMPY_DTYPE[unit.tensor.dtype]
-    block = raw.view(dtype).reshape(unit.row_end - unit.row_begin, -1)
-    part = block[begin - unit.row_begin : end - unit.row_begin, region.column_begin :: region.column_step]
-    matrix: npt.NDArray[Any] = target[copy.offset : copy.offset + region.size_bytes].view(dtype).reshape(region.shape)
-    place = slice(begin - region.row_begin, end - region.row_begin)
-    if region.transpose:
-        matrix[:, place] = part.T
-    else:
-        matrix[place] = part
-    return part.nbytes
-
-
 def _is_finite(raw: Bytes, dtype: str) -> bool:
-    if dtype == "BF16":
-        return not bool(((raw.view("<u2") & 0x7F80) == 0x7F80).any())
-    return bool(np.isfinite(raw.view({"F32": "<f4", "F16": "<f2"}[dtype])).all())
+    positive, negative = _NON_FINITE[dtype]
+    bits = raw.view(NUMPY_DTYPE[dtype])
+    # Two maxima read the data without writing any: positive numbers are the largest signed, negative ones unsigned.
+    return int(bits.view(bits.dtype.str.replace("u", "i")).max()) < positive and int(bits.max()) < negative
+
+
+def _non_finite(tensor: TensorEntry) -> AdapterFormatError:
+    return AdapterFormatError(
+        f"tensor {tensor.name} holds NaN or infinite values; the training run that wrote it diverged",
+        reason="NON_FINITE",
+        metadata={"tensor": tensor.name},
+    )

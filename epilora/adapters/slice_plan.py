@@ -1,14 +1,14 @@
 """Which bytes of an adapter go where in the slice files of some ranks (layout: docs/slices.md).
 
-A plan is a pure function of the normal form and the load specs. Carrying it out is copying: every tensor of the file
-that any of the ranks needs is read once, and its parts go to all places that want them.
+A plan is a pure function of the normal form and the load specs. Carrying it out is copying, tensor name by tensor name,
+so that all slice files are written front to back.
 
 Legend: e local slots of a rank, r_s lora_rank of slot s (0 without a pair).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,14 +27,18 @@ from epilora.slices import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Copy:
-    """One matrix to one place."""
+class Piece:
+    """What one slice file has under one tensor name: matrices one after the other, row-major, without gaps."""
 
-    region: Region
     slice_index: int
     """Position of the slice in the plan."""
     offset: int
-    """First byte in the slice file; the matrix lies there row-major, without gaps."""
+    """First byte in the slice file."""
+    size_bytes: int
+    regions: tuple[Region, ...] = ()
+    """Matrices of the adapter's file, of one dtype; empty for a constant."""
+    constant: bytes = b""
+    """Small values that are not in the file (lora_rank, scale)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,10 +55,8 @@ class SlicePlan:
 
     layouts: tuple[SliceLayout, ...]
     """One per slice, in the order of the specs."""
-    constants: tuple[Mapping[int, bytes], ...]
-    """Per slice: offset -> small values that are not in the file (lora_rank, scale)."""
-    copies: Mapping[int, Sequence[Copy]]
-    """Index of a tensor of the file -> where its parts go; in order of index. Tensors that no rank needs are absent."""
+    tensors: tuple[tuple[Piece, ...], ...]
+    """By tensor name, the pieces of all slices that have it. Taken in this order, every file fills front to back."""
 
     @property
     def size_bytes(self) -> int:
@@ -65,75 +67,83 @@ class SlicePlan:
 def plan_slices(form: NormalForm, specs: Sequence[SliceSpec]) -> SlicePlan:
     """Plans the slice files of some ranks."""
     drafts = [_draft(form, spec) for spec in specs]
-    layouts = tuple(lay_out(draft.tensors, spec.metadata) for draft, spec in zip(drafts, specs, strict=True))
-    copies: dict[int, list[Copy]] = {}
-    for index, (draft, layout) in enumerate(zip(drafts, layouts, strict=True)):
-        for name, relative, region in draft.parts:
-            copy = Copy(region=region, slice_index=index, offset=layout.tensors[name].offset + relative)
-            copies.setdefault(region.tensor.index, []).append(copy)
-    constants = tuple(
-        {layout.tensors[name].offset: value for name, value in draft.constants.items()}
-        for draft, layout in zip(drafts, layouts, strict=True)
+    layouts = tuple(
+        lay_out([item.tensor for item in draft], spec.metadata) for draft, spec in zip(drafts, specs, strict=True)
     )
-    return SlicePlan(layouts=layouts, constants=constants, copies={index: copies[index] for index in sorted(copies)})
+    tensors: dict[str, list[Piece]] = {}
+    for index, (draft, layout) in enumerate(zip(drafts, layouts, strict=True)):
+        for item in draft:
+            piece = Piece(
+                slice_index=index,
+                offset=layout.tensors[item.tensor.name].offset,
+                size_bytes=item.tensor.size_bytes,
+                regions=item.regions,
+                constant=item.constant,
+            )
+            tensors.setdefault(item.tensor.name, []).append(piece)
+    # A name's place among the others is the same in every slice, but the first slice need not have all names.
+    order = {name: place for place, name in enumerate(_names(form))}
+    return SlicePlan(
+        layouts=layouts, tensors=tuple(tuple(tensors[name]) for name in sorted(tensors, key=order.__getitem__))
+    )
 
 
-class _Draft:
-    """Tensors of one slice file before they have offsets."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Item:
+    """A tensor of one slice file before it has an offset, and what it is made of."""
 
-    def __init__(self) -> None:
-        self.tensors: list[SliceTensor] = []
-        self.constants: dict[str, bytes] = {}
-        self.parts: list[tuple[str, int, Region]] = []
-        """(tensor, offset inside it in bytes, matrix)."""
-
-    def add(self, name: str, dtype: str, shape: tuple[int, ...], regions: Sequence[Region]) -> None:
-        """A tensor made of matrices, one after the other."""
-        self.tensors.append(SliceTensor(name=name, dtype=dtype, shape=shape))
-        end = 0
-        for region in regions:
-            self.parts.append((name, end, region))
-            end += region.size_bytes
-        assert end == self.tensors[-1].size_bytes, (name, end, self.tensors[-1])
-
-    def add_constant(self, name: str, dtype: str, values: Sequence[float]) -> None:
-        """A small vector."""
-        self.tensors.append(SliceTensor(name=name, dtype=dtype, shape=(len(values),)))
-        self.constants[name] = np.array(values, dtype={"I32": "<i4", "F32": "<f4"}[dtype]).tobytes()
+    tensor: SliceTensor
+    regions: tuple[Region, ...] = ()
+    constant: bytes = b""
 
 
-def _draft(form: NormalForm, spec: SliceSpec) -> _Draft:
-    draft = _Draft()
+def _constant(name: str, dtype: str, values: Sequence[float]) -> _Item:
+    raw = np.array(values, dtype={"I32": "<i4", "F32": "<f4"}[dtype]).tobytes()
+    return _Item(tensor=SliceTensor(name=name, dtype=dtype, shape=(len(values),)), constant=raw)
+
+
+def _names(form: NormalForm) -> list[str]:
+    """All names that slices of an adapter may have, in order."""
+    experts = [
+        expert_tensor_name(layer, projection, part)
+        for layer, projection in form.experts
+        for part in ("A", "B", "lora_rank", "scale")
+    ]
+    return experts + [dense_tensor_name(module, part) for module in form.dense for part in ("A", "B", "scale")]
+
+
+def _draft(form: NormalForm, spec: SliceSpec) -> list[_Item]:
+    draft: list[_Item] = []
     local_experts = {layer.moe.layer: layer.local_experts for layer in spec.layers}
     for (layer, projection), by_expert in form.experts.items():
         slots = [by_expert.get(expert) for expert in local_experts.get(layer, ())]
         if any(slots):
-            _add_experts(draft, layer, projection, slots)
+            draft += _expert_items(layer, projection, slots)
     for module, pair in form.dense.items():
         for part, region in (("A", pair.a), ("B", pair.b)):
-            draft.add(dense_tensor_name(module, part), region.tensor.dtype, region.shape, [region])
-        draft.add_constant(dense_tensor_name(module, "scale"), "F32", [pair.scale])
+            name = dense_tensor_name(module, part)
+            tensor = SliceTensor(name=name, dtype=region.tensor.dtype, shape=region.shape)
+            draft.append(_Item(tensor=tensor, regions=(region,)))
+        draft.append(_constant(dense_tensor_name(module, "scale"), "F32", [pair.scale]))
     return draft
 
 
-def _add_experts(draft: _Draft, layer: int, projection: Projection, slots: Sequence[LoraPair | None]) -> None:
+def _expert_items(layer: int, projection: Projection, slots: Sequence[LoraPair | None]) -> list[_Item]:
     present = [pair for pair in slots if pair is not None]
     first = present[0]
     sum_rank = sum(pair.lora_rank for pair in present)
     in_features, out_features = first.a.shape[1], first.b.shape[0]
-    draft.add(
-        expert_tensor_name(layer, projection, "A"),
-        first.a.tensor.dtype,
-        (sum_rank, in_features),
-        [pair.a for pair in present],
-    )
-    draft.add(
-        expert_tensor_name(layer, projection, "B"),
-        first.b.tensor.dtype,
-        (out_features * sum_rank,),
-        [pair.b for pair in present],
-    )
+
+    def name(part: str) -> str:
+        return expert_tensor_name(layer, projection, part)
+
+    a = SliceTensor(name=name("A"), dtype=first.a.tensor.dtype, shape=(sum_rank, in_features))
+    b = SliceTensor(name=name("B"), dtype=first.b.tensor.dtype, shape=(out_features * sum_rank,))
     ranks = [0 if pair is None else pair.lora_rank for pair in slots]
     scales = [0.0 if pair is None else pair.scale for pair in slots]
-    draft.add_constant(expert_tensor_name(layer, projection, "lora_rank"), "I32", ranks)
-    draft.add_constant(expert_tensor_name(layer, projection, "scale"), "F32", scales)
+    return [
+        _Item(tensor=a, regions=tuple(pair.a for pair in present)),
+        _Item(tensor=b, regions=tuple(pair.b for pair in present)),
+        _constant(name("lora_rank"), "I32", ranks),
+        _constant(name("scale"), "F32", scales),
+    ]
