@@ -134,7 +134,7 @@ class SliceFile:
         Raises:
             ResourceExhaustedError: reason CACHE_FULL; the filesystem has no room.
         """
-        self._digest.update(block)
+        self._digest.update(block.data)
         done = 0
         try:
             while done < len(block):
