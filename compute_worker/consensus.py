@@ -1,12 +1,14 @@
 """The small message that opens each step: what every rank has to do, so that all do the same.
 
-All ranks exchange one vector of int64 over gloo, whatever carries the tensors; none can step
-without the others, and a lost rank ends the exchange with an error on all.
+All ranks exchange one vector of int64, whatever carries the tensors: over gloo here, through shared memory in
+`board_consensus`. None can step without the others, and a lost rank ends the exchange with an error on all.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from compute_worker.control_log import Entry, Operation
 from epilora.errors import UnavailableError
 
 NO_LAYER = -1
-_FIELDS = 11
+NUM_FIELDS = 11
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +76,31 @@ class Proposal:
         )
 
 
-class Consensus:
-    """Exchanges proposals between the ranks of a group.
+class Consensus(Protocol):
+    """Exchanges proposals between the ranks of a group. One thread calls exchange and rest."""
+
+    def exchange(self, mine: Proposal) -> list[Proposal]:
+        """Everybody's proposal, in order of rank.
+
+        Raises:
+            UnavailableError: reason RANK_LOST; a rank is gone, or did not answer in time.
+        """
+        ...
+
+    def rest(self, wake: threading.Event, seconds: float) -> None:
+        """Waits until `wake` is set (and `ring` called), another rank began the next exchange, or time is up.
+
+        Whether it sees that another rank began depends on the implementation.
+        """
+        ...
+
+    def ring(self) -> None:
+        """Ends `rest`, once its event is set. Any thread."""
+        ...
+
+
+class GlooConsensus:
+    """Exchanges proposals over a gloo process group.
 
     Args:
         num_ranks: ranks in the group; with one, nothing is exchanged.
@@ -85,14 +110,10 @@ class Consensus:
     def __init__(self, *, num_ranks: int, group: dist.ProcessGroup | None) -> None:
         self._num_ranks = num_ranks
         self._group = group
-        self._received = torch.empty(num_ranks, _FIELDS, dtype=torch.int64)
+        self._received = torch.empty(num_ranks, NUM_FIELDS, dtype=torch.int64)
 
     def exchange(self, mine: Proposal) -> list[Proposal]:
-        """Everybody's proposal, in order of rank.
-
-        Raises:
-            UnavailableError: a rank is gone, or did not answer within the group's timeout.
-        """
+        """See Consensus.exchange. Waits as long as the group's timeout."""
         if self._num_ranks == 1:
             return [mine]
         try:
@@ -106,3 +127,10 @@ class Consensus:
         proposals = [Proposal.from_vector(vector) for vector in self._received.tolist()]
         assert all(p.step == mine.step for p in proposals), f"ranks are at steps {[p.step for p in proposals]}"
         return proposals
+
+    def rest(self, wake: threading.Event, seconds: float) -> None:
+        """See Consensus.rest. Sees nothing of other ranks."""
+        wake.wait(seconds)
+
+    def ring(self) -> None:
+        """See Consensus.ring: nothing to do, the event wakes."""

@@ -114,6 +114,7 @@ class StepLoop:
         """Ends a request whose answer nobody wants any more. Any thread."""
         sequence.cancelled = True
         self._wake.set()
+        self._consensus.ring()
 
     def add_expert_call(self, call: ExpertCall) -> None:
         """Hands an ExpertService call over. Any thread."""
@@ -134,6 +135,7 @@ class StepLoop:
     def _post(self, action: Callable[[], None]) -> None:
         self._inbox.put(action)
         self._wake.set()
+        self._consensus.ring()
 
     def _run(self) -> None:
         try:
@@ -246,4 +248,4 @@ class StepLoop:
 
     def _idle(self) -> None:
         idle_for = time.monotonic() - self._last_work
-        self._wake.wait(_BUSY_WAIT_SECONDS if idle_for < _IDLE_AFTER_SECONDS else _IDLE_WAIT_SECONDS)
+        self._consensus.rest(self._wake, _BUSY_WAIT_SECONDS if idle_for < _IDLE_AFTER_SECONDS else _IDLE_WAIT_SECONDS)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from compute_worker.consensus import Consensus
+from compute_worker.board_consensus import make_consensus
 from compute_worker.control_log import ControlLog
 from compute_worker.ep_group import EPGroup
 from compute_worker.expert_queue import ExpertQueue
@@ -75,7 +75,7 @@ class Worker:
             scheduler=scheduler,
             experts=experts,
             control=control,
-            consensus=Consensus(num_ranks=self._group.num_ranks, group=self._group.control_group),
+            consensus=make_consensus(settings, self._group),
             expert_steps_per_generate_step=settings.expert_steps_per_generate_step,
             on_failure=on_failure,
         )

@@ -96,6 +96,8 @@ class WorkerSettings(CommonSettings):
     """Messages a client may leave unread before it is cancelled."""
     collective_timeout_seconds: float = Field(default=30.0, gt=0)
     """Deadline of every collective; past it the group restarts."""
+    consensus: Literal["auto", "shared_memory", "gloo"] = "auto"
+    """How ranks agree on each step; auto: shared memory where all ranks are on one host, else gloo."""
     expert_steps_per_generate_step: int = Field(default=1, ge=1)
     """Expert steps done at most for each generate step while both have work."""
     torch_threads: int = Field(default=0, ge=0)

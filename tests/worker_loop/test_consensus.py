@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from compute_worker.consensus import Consensus, Proposal
+from compute_worker.consensus import GlooConsensus, Proposal
 from compute_worker.control_log import Entry, Operation
 from epilora.errors import UnavailableError
 
@@ -35,7 +35,7 @@ def _rank(rank: int, store: str, results: Any) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20)
     )
-    consensus = Consensus(num_ranks=2, group=dist.group.WORLD)
+    consensus = GlooConsensus(num_ranks=2, group=dist.group.WORLD)
     results.put((rank, consensus.exchange(_proposal(rank))))
     if rank == 1:
         time.sleep(0.5)
@@ -53,7 +53,7 @@ def test_a_proposal_survives_the_vector() -> None:
 
 
 def test_one_rank_hears_itself() -> None:
-    assert Consensus(num_ranks=1, group=None).exchange(_proposal(1)) == [_proposal(1)]
+    assert GlooConsensus(num_ranks=1, group=None).exchange(_proposal(1)) == [_proposal(1)]
 
 
 @pytest.mark.timeout(90)

@@ -1,0 +1,173 @@
+"""A few cache lines that the ranks of one host share: each one's latest message, and a bell to wake it.
+
+Layout: 64 bytes that name the board, then for each rank two records of 128 bytes, used in turn, and 64 for its bell.
+A record is its number (from 1), the message's int64s and a checksum, so that a reader never takes a half-written one,
+in whatever order another processor's stores become visible. A rank writes record n + 2 over n only after every rank
+wrote n + 1, which each does after it read n.
+
+The bell is a 32-bit word: its rank sets it to 0 before it looks once more and then sleeps on it; others set it to 1
+after they wrote something, and wake the sleeper. Sleeps are short, so a wake-up that was missed only costs time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import struct
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_NAME_BYTES = 64
+_RECORD_BYTES = 128
+_RANK_BYTES = 2 * _RECORD_BYTES + 64
+_NUMBER = struct.Struct("<q")
+_WORD_ASLEEP, _WORD_RUNG = 0, 1
+
+_FUTEX_CALL = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_POLL_SECONDS = 0.0005
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class StepBoard:
+    """One rank's view of the board.
+
+    Args:
+        path: of the file, in shared memory.
+        name: what the board was created with.
+        ep_rank: this rank.
+        num_ranks: ranks on the board.
+        num_fields: int64s of a message, at most 14.
+
+    Raises:
+        OSError: no such file here.
+        ValueError: the file is another board.
+    """
+
+    def __init__(self, path: Path, name: bytes, *, ep_rank: int, num_ranks: int, num_fields: int) -> None:
+        self._ep_rank = ep_rank
+        self._message = struct.Struct(f"<{1 + num_fields}q")
+        self._record_bytes = self._message.size + _NUMBER.size
+        assert self._record_bytes <= _RECORD_BYTES, num_fields
+        size = _NAME_BYTES + num_ranks * _RANK_BYTES
+        with path.open("r+b") as file:
+            if os.fstat(file.fileno()).st_size != size:
+                raise ValueError(f"{path} has {os.fstat(file.fileno()).st_size} bytes, expected {size}")
+            self._map = mmap.mmap(file.fileno(), size)
+        if self._map[: len(name)] != name:
+            raise ValueError(f"{path} is another board")
+        self._bells = [
+            ctypes.c_uint32.from_buffer(self._map, _NAME_BYTES + rank * _RANK_BYTES + 2 * _RECORD_BYTES)
+            for rank in range(num_ranks)
+        ]
+
+    @staticmethod
+    def create(path: Path, name: bytes, num_ranks: int) -> None:
+        """Makes a new board, readable by this user alone.
+
+        Raises:
+            OSError: the file is there already, or cannot be made.
+        """
+        assert len(name) <= _NAME_BYTES
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            os.ftruncate(descriptor, _NAME_BYTES + num_ranks * _RANK_BYTES)
+            os.pwrite(descriptor, name, 0)
+        finally:
+            os.close(descriptor)
+
+    def write(self, number: int, fields: Sequence[int]) -> None:
+        """Puts up this rank's message of a number, and wakes the ranks that sleep."""
+        payload = self._message.pack(number, *fields)
+        offset = self._offset(self._ep_rank, number)
+        self._map[offset : offset + self._record_bytes] = payload + _NUMBER.pack(zlib.crc32(payload))
+        for rank, bell in enumerate(self._bells):
+            if rank != self._ep_rank and bell.value == _WORD_ASLEEP:
+                self.ring(rank)
+
+    def is_written(self, ep_rank: int, number: int) -> bool:
+        """True if a rank has begun to put up its message of a number."""
+        return bool(_NUMBER.unpack_from(self._map, self._offset(ep_rank, number))[0] == number)
+
+    def read(self, ep_rank: int, number: int) -> list[int] | None:
+        """A rank's message of a number; None if it is not there (whole) yet."""
+        if not self.is_written(ep_rank, number):
+            return None
+        offset = self._offset(ep_rank, number)
+        record = self._map[offset : offset + self._record_bytes]
+        payload, checksum = record[: self._message.size], record[self._message.size :]
+        found, *fields = self._message.unpack(payload)
+        if found != number or _NUMBER.unpack(checksum)[0] != zlib.crc32(payload):
+            return None
+        return fields
+
+    def ring(self, ep_rank: int) -> None:
+        """Wakes a rank if it sleeps. Any thread."""
+        bell = self._bells[ep_rank]
+        bell.value = _WORD_RUNG
+        if _FUTEX_CALL is not None:
+            _libc.syscall(ctypes.c_long(_FUTEX_CALL), ctypes.byref(bell), _FUTEX_WAKE, 1, None, None, 0)
+
+    def arm(self) -> None:
+        """Says that this rank is about to sleep; look once more for what you wait for after this."""
+        self._bells[self._ep_rank].value = _WORD_ASLEEP
+
+    def sleep(self, seconds: float) -> None:
+        """Sleeps until somebody rang since `arm`, at most the given time."""
+        bell = self._bells[self._ep_rank]
+        if _FUTEX_CALL is None:
+            deadline = time.monotonic() + seconds
+            while bell.value == _WORD_ASLEEP and (left := deadline - time.monotonic()) > 0:
+                time.sleep(min(left, _POLL_SECONDS))
+        else:
+            limit = _TimeSpec(int(seconds), int(seconds % 1 * 1e9))
+            _libc.syscall(
+                ctypes.c_long(_FUTEX_CALL), ctypes.byref(bell), _FUTEX_WAIT, _WORD_ASLEEP, ctypes.byref(limit), None, 0
+            )
+        bell.value = _WORD_RUNG
+
+    @staticmethod
+    def _offset(ep_rank: int, number: int) -> int:
+        return _NAME_BYTES + ep_rank * _RANK_BYTES + number % 2 * _RECORD_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessIdentity:
+    """A process, told apart from a later one with the same pid."""
+
+    pid: int
+    start_time: int
+    """Clock ticks since the machine started."""
+    pid_namespace: str
+
+    @classmethod
+    def of_self(cls) -> ProcessIdentity:
+        """This process."""
+        stat = _stat_of(os.getpid())
+        assert stat is not None
+        return cls(pid=os.getpid(), start_time=stat[1], pid_namespace=os.readlink("/proc/self/ns/pid"))
+
+    def is_alive(self) -> bool:
+        """False once it ended, also while its parent has not noticed."""
+        stat = _stat_of(self.pid)
+        return stat is not None and stat[1] == self.start_time and stat[0] not in "ZX"
+
+
+def _stat_of(pid: int) -> tuple[str, int] | None:
+    """(state, start time) of a process; None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command's name, in parentheses, may hold anything.
+    fields = text.rpartition(")")[2].split()
+    return fields[0], int(fields[19])
