@@ -1,0 +1,180 @@
+"""What each rank will hold, computed from files' headers: before anything is loaded, or bought.
+
+Legend: D hidden size, F intermediate size of an expert, r lora rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from epilora.adapters.normal_form import AdapterTarget, LoraPair, NormalForm
+from epilora.adapters.peft_config import parse_peft_config
+from epilora.adapters.resolve import resolve_adapter
+from epilora.adapters.safetensors_header import parse_header, read_header_bytes
+from epilora.errors import InvalidArgumentError, NotFoundError
+from epilora.families import GateUpLayout, sized_family_of
+from epilora.model_spec import ModelSpec, MoELayerSpec
+from epilora.placement import ExpertPlacement
+
+ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SCALE_BYTES = 4
+_MAX_HEADER_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterBytes:
+    """Bytes of one adapter on one rank."""
+
+    name: str
+    expert_bytes: int
+    dense_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPlan:
+    """What one rank holds, without its key/value cache."""
+
+    ep_rank: int
+    num_experts: int
+    """Physical experts of all layers."""
+    base_expert_bytes: int
+    base_dense_bytes: int
+    adapters: tuple[AdapterBytes, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Of weights and adapters."""
+        adapters = sum(adapter.expert_bytes + adapter.dense_bytes for adapter in self.adapters)
+        return self.base_expert_bytes + self.base_dense_bytes + adapters
+
+
+def plan_memory(
+    model: ModelSpec, placement: ExpertPlacement, adapters: Mapping[str, NormalForm], *, element_bytes: int
+) -> tuple[RankPlan, ...]:
+    """What every rank will hold.
+
+    Args:
+        model: the model.
+        placement: of its experts.
+        adapters: by name; their matrices take the model's element type. Backends that compute grouped products make
+            the lora ranks of a projection equal, so adapters of mixed ranks take more there.
+        element_bytes: of a weight, see ELEMENT_BYTES.
+    """
+    dense_bytes = dense_elements(model) * element_bytes
+    plans = []
+    for ep_rank in range(placement.num_ranks):
+        local = {moe.layer: placement.local_experts(moe.layer, ep_rank) for moe in model.moe_layers}
+        elements = sum(len(local[moe.layer]) * expert_elements(moe) for moe in model.moe_layers)
+        plans.append(
+            RankPlan(
+                ep_rank=ep_rank,
+                num_experts=sum(map(len, local.values())),
+                base_expert_bytes=elements * element_bytes,
+                base_dense_bytes=dense_bytes,
+                adapters=tuple(_adapter_bytes(name, form, local, element_bytes) for name, form in adapters.items()),
+            )
+        )
+    return tuple(plans)
+
+
+def expert_elements(moe: MoELayerSpec) -> int:
+    """Weights of one expert."""
+    num_matrices = 2 if moe.gate_up_layout == GateUpLayout.NOT_GATED else 3
+    return num_matrices * moe.hidden_size * moe.intermediate_size
+
+
+def dense_elements(model: ModelSpec) -> int:
+    """Weights outside the routed experts.
+
+    From the weight files' headers. Without weight files from config.json, which leaves out norms and biases.
+
+    Raises:
+        AdapterFormatError: a weight file is no safetensors file.
+        InvalidArgumentError: the files hold fewer weights than the experts have.
+    """
+    directory = Path(model.name)
+    tied = bool(json.loads((directory / "config.json").read_bytes()).get("tie_word_embeddings"))
+    lm_head = sized_family_of(model.model_type).lm_head_path
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        return sum(d.in_features * d.out_features for d in model.dense_modules if not (tied and d.module == lm_head))
+    sizes: dict[str, int] = {}
+    for file in files:
+        for name, entry in _header_of(file).items():
+            if name != "__metadata__" and not (tied and name == f"{lm_head}.weight"):
+                sizes[name] = math.prod(entry["shape"])
+    experts = sum(moe.num_experts * expert_elements(moe) for moe in model.moe_layers)
+    total = sum(sizes.values())
+    if total < experts:
+        raise InvalidArgumentError(
+            f"{directory}: the weight files hold {total} weights, expected more than the {experts} of the experts; is"
+            " the checkpoint complete?",
+            reason="BAD_MODEL_WEIGHTS",
+        )
+    return total - experts
+
+
+def element_bytes_of(model: ModelSpec, dtype: str) -> int:
+    """Bytes of a weight; "auto": of config.json's dtype, float32 if it has none.
+
+    Raises:
+        InvalidArgumentError: another dtype.
+    """
+    if dtype == "auto":
+        config = json.loads((Path(model.name) / "config.json").read_bytes())
+        dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if dtype not in ELEMENT_BYTES:
+        raise InvalidArgumentError(
+            f"dtype is {dtype!r}, expected auto or one of {', '.join(ELEMENT_BYTES)}", reason="BAD_DTYPE"
+        )
+    return ELEMENT_BYTES[dtype]
+
+
+def read_adapter(directory: Path, model: ModelSpec, *, max_lora_rank: int) -> NormalForm:
+    """Reads and checks an adapter's config and header, as the loader does.
+
+    Raises:
+        NotFoundError: a file is missing.
+        AdapterFormatError: the loader would refuse the adapter.
+    """
+    config, weights = directory / "adapter_config.json", directory / "adapter_model.safetensors"
+    for file in (config, weights):
+        if not file.is_file():
+            raise NotFoundError(
+                f"{file} does not exist; expected an adapter that PEFT saved", reason="SOURCE_NOT_FOUND"
+            )
+    with weights.open("rb") as stream:
+        header_bytes = read_header_bytes(stream.fileno(), where=str(weights), max_header_bytes=_MAX_HEADER_BYTES)
+    header = parse_header(header_bytes, file_bytes=os.path.getsize(weights), where=str(weights))
+    target = AdapterTarget.make(sized_family_of(model.model_type), model.moe_layers, model.dense_modules)
+    return resolve_adapter(header, parse_peft_config(config.read_bytes()), target, max_lora_rank=max_lora_rank)
+
+
+def _adapter_bytes(
+    name: str, form: NormalForm, local: Mapping[int, tuple[int, ...]], element_bytes: int
+) -> AdapterBytes:
+    expert_bytes = 0
+    for (layer, _), by_expert in form.experts.items():
+        present = [by_expert[expert] for expert in local[layer] if expert in by_expert]
+        if present:
+            # Each slot has a scale, with a pair or without.
+            expert_bytes += sum(map(_elements, present)) * element_bytes + len(local[layer]) * _SCALE_BYTES
+    dense_bytes = sum(map(_elements, form.dense.values())) * element_bytes
+    return AdapterBytes(name=name, expert_bytes=expert_bytes, dense_bytes=dense_bytes)
+
+
+def _elements(pair: LoraPair) -> int:
+    return math.prod(pair.a.shape) + math.prod(pair.b.shape)
+
+
+def _header_of(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        content = read_header_bytes(stream.fileno(), where=str(file), max_header_bytes=_MAX_HEADER_BYTES)
+    header: dict[str, Any] = json.loads(content)
+    return header

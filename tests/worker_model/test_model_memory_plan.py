@@ -1,0 +1,105 @@
+"""What `epilora plan` says before anything is loaded is what a worker holds afterwards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+from worker_model_support import FIXTURES, Rank, fixture_adapter, small_config, write_model, write_slice
+
+from epilora.cli.app import app
+from epilora.cli.plan import ranges
+from epilora.memory_plan import plan_memory, read_adapter
+from epilora.model_spec import ModelSpec
+from epilora.placement import ExpertPlacement
+
+ADAPTERS = ("qwen3moe-T-both", "mixtral-T-rslora_pattern", "qwen2moe-T-attn_only")
+# Tables of rotary positions are in memory, but in no file.
+TABLE_BYTES = 4096
+
+
+def run(*arguments: object) -> dict[str, object]:
+    result = CliRunner().invoke(app, ["plan", "--json", *map(str, arguments)])
+    assert result.exit_code == 0, result.output
+    parsed: dict[str, object] = json.loads(result.stdout)
+    return parsed
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_are_those_of_a_worker(tmp_path: Path, family: str, tied: bool) -> None:
+    model = write_model(small_config(family, tie_word_embeddings=tied), tmp_path / "model")
+    report = Rank(model, work=tmp_path).runner.memory()
+    (plan,) = run("--model", model)["ranks"]
+    assert plan["base_expert_bytes"] == report.base_expert_bytes
+    assert 0 <= report.base_dense_bytes - plan["base_dense_bytes"] < TABLE_BYTES
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_are_those_of_a_worker(tmp_path: Path, name: str) -> None:
+    model, adapter = (
+        FIXTURES / "models" / f"{name.split('-T', maxsplit=1)[0]}-T",
+        FIXTURES / "adapters" / "peft-0.21.2" / name,
+    )
+    rank = Rank(model, work=tmp_path)
+    path = write_slice(tmp_path / "slice", fixture_adapter(adapter, rank.spec), rank.load_spec)
+    resident = rank.stage(path, generation=1)
+    (plan,) = run("--model", model, "--adapter", f"mine={adapter}")["ranks"]
+    (planned,) = plan["adapters"]
+    assert planned["name"] == "mine"
+    assert planned["expert_bytes"] + planned["dense_bytes"] == resident
+    assert plan["total_bytes"] == plan["base_expert_bytes"] + plan["base_dense_bytes"] + resident
+
+
+def test_ranks_share_the_experts_and_repeat_the_rest(tmp_path: Path) -> None:
+    spec = ModelSpec.from_directory(FIXTURES / "models" / "qwen3moe-T")
+    form = read_adapter(FIXTURES / "adapters" / "peft-0.21.2" / "qwen3moe-T-both", spec, max_lora_rank=512)
+    (one,) = plan_memory(spec, ExpertPlacement.make("linear", spec, 1), {"a": form}, element_bytes=2)
+    num_experts = spec.moe_layers[0].num_experts
+    table = tmp_path / "placement.json"
+    table.write_text(json.dumps({"all_layers": [[*range(num_experts)], [0], []]}))
+    for placement, copies in (("linear", 0), ("round_robin", 0), (str(table), len(spec.moe_layers))):
+        ranks = plan_memory(spec, ExpertPlacement.make(placement, spec, 3), {"a": form}, element_bytes=2)
+        assert sum(rank.num_experts for rank in ranks) == one.num_experts + copies
+        expert_bytes = one.base_expert_bytes // one.num_experts
+        assert [rank.base_expert_bytes for rank in ranks] == [rank.num_experts * expert_bytes for rank in ranks]
+        assert {rank.base_dense_bytes for rank in ranks} == {one.base_dense_bytes}
+        assert {rank.adapters[0].dense_bytes for rank in ranks} == {one.adapters[0].dense_bytes}
+        per_expert = one.adapters[0].expert_bytes // one.num_experts
+        assert [r.adapters[0].expert_bytes for r in ranks] == [r.num_experts * per_expert for r in ranks]
+
+
+def test_config_alone_is_enough(tmp_path: Path) -> None:
+    small_config("mixtral", dtype="bfloat16").save_pretrained(tmp_path)
+    report = run("--model", tmp_path, "--ranks", 2)
+    sizes = [rank["base_expert_bytes"] for rank in report["ranks"]]
+    assert sizes == [2 * 4 * 3 * 32 * 24 * 2, 2 * 3 * 3 * 32 * 24 * 2]
+    assert report["placement"]["layers"]["1"] == [[0, 1, 2, 3], [4, 5, 6]]
+
+
+def test_table_for_people() -> None:
+    result = CliRunner().invoke(
+        app, ["plan", "--model", str(FIXTURES / "models" / "qwen3moe-T"), "--ranks", "2"], env={"COLUMNS": "120"}
+    )
+    assert result.exit_code == 0
+    assert "expert weights" in result.stdout
+    assert "0-" in result.stdout
+
+
+def test_refusals(tmp_path: Path) -> None:
+    model = str(FIXTURES / "models" / "qwen3moe-T")
+    for arguments, reason in (
+        (["--model", str(tmp_path / "none")], "MODEL_NOT_FOUND"),
+        (["--model", model, "--dtype", "int8"], "BAD_DTYPE"),
+        (["--model", model, "--adapter", str(tmp_path)], "SOURCE_NOT_FOUND"),
+    ):
+        result = CliRunner().invoke(app, ["plan", *arguments])
+        assert result.exit_code == 1
+        assert reason in result.stderr
+
+
+def test_ranges() -> None:
+    assert ranges((0, 1, 2, 5, 7, 8)) == "0-2 5 7-8"
+    assert ranges(()) == ""
