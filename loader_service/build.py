@@ -9,7 +9,6 @@ from epilora.adapters.normal_form import NormalForm
 from epilora.adapters.peft_config import parse_peft_config
 from epilora.adapters.report import make_report
 from epilora.adapters.resolve import resolve_adapter
-from epilora.adapters.safetensors_header import parse_header
 from epilora.adapters.slice_plan import SlicePlan, SliceSpec, plan_slices
 from epilora.errors import AbortedError
 from epilora.settings import LoaderSettings
@@ -64,8 +63,8 @@ class AdapterBuilder:
             def write(directory: Path) -> BuiltSlices:
                 names = [f"ep_rank-{spec.ep_rank}.safetensors" for spec in request.load_specs]
                 paths = [directory / name for name in names]
-                written = write_slices(plan, files.weights_fd, paths, progress)
-                if not files.is_unchanged():
+                written = write_slices(plan, files.weights.descriptors, paths, progress)
+                if not files.weights.is_unchanged():
                     raise _changed(request.source)
                 report.bytes_read = written.bytes_read
                 report.warnings.extend(_zero_warnings(form, written))
@@ -76,7 +75,7 @@ class AdapterBuilder:
             return self._cache.build(entry_id, plan.size_bytes, write, lease=lease)
 
     def _understand(self, files: SourceFiles, request: BuildRequest) -> tuple[NormalForm, types_pb2.AdapterLoadReport]:
-        header = parse_header(files.header, file_bytes=files.file_bytes, where=files.weights_name)
+        header = files.weights.tensors()
         config = parse_peft_config(files.config)
         form = resolve_adapter(
             header,

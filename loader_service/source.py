@@ -13,11 +13,10 @@ from types import TracebackType
 from urllib.parse import unquote, urlsplit
 
 from epilora.adapters.peft_config import MAX_CONFIG_BYTES
-from epilora.adapters.safetensors_header import header_digest, read_header_bytes
+from epilora.adapters.weights import AdapterWeights
 from epilora.errors import AdapterFormatError, InvalidArgumentError, NotFoundError, PermissionDeniedError
 
 CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
 _FIELD = "source"
 
 
@@ -26,7 +25,7 @@ class SourceIdentity:
     """What tells one state of an adapter's files from another, without reading the weights."""
 
     weights_stat: tuple[int, ...]
-    """Device, inode, size, mtime in ns and ctime in ns of the weights file."""
+    """Device, inode, size, mtime in ns and ctime in ns of each weight file."""
     config_digest: str
     header_digest: str
 
@@ -40,24 +39,15 @@ class SourceIdentity:
 class SourceFiles:
     """An adapter's files, open. Use as a context manager."""
 
-    def __init__(self, *, config: bytes, weights_fd: int, weights_name: str, header: bytes) -> None:
+    def __init__(self, *, config: bytes, weights: AdapterWeights) -> None:
         self.config = config
         """Content of adapter_config.json."""
-        self.weights_fd = weights_fd
-        self.weights_name = weights_name
-        """For messages."""
-        self.header = header
-        """JSON of the safetensors header."""
-        self.file_bytes = os.fstat(weights_fd).st_size
+        self.weights = weights
         self.identity = SourceIdentity(
-            weights_stat=_stat_identity(weights_fd),
+            weights_stat=weights.stat,
             config_digest=hashlib.sha256(config).hexdigest(),
-            header_digest=header_digest(header),
+            header_digest=weights.digest,
         )
-
-    def is_unchanged(self) -> bool:
-        """False if the weights file was written to since it was opened."""
-        return _stat_identity(self.weights_fd) == self.identity.weights_stat
 
     def __enter__(self) -> SourceFiles:
         return self
@@ -65,7 +55,7 @@ class SourceFiles:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self.weights_fd)
+        self.weights.__exit__(kind, value, trace)
 
 
 class SourceRoots:
@@ -81,7 +71,7 @@ class SourceRoots:
 
         Args:
             source: absolute path, or file:// URL, of the directory.
-            max_header_bytes: limit of the safetensors header.
+            max_header_bytes: limit of each header.
 
         Raises:
             InvalidArgumentError: not such a path, or not an adapter.
@@ -90,16 +80,8 @@ class SourceRoots:
         """
         directory = self._directory(source)
         config = self._read_config(directory)
-        weights = directory / WEIGHTS_NAME
-        fd = self._open_file(weights)
-        if fd is None:
-            raise _no_weights(directory)
-        try:
-            header = read_header_bytes(fd, where=str(weights), max_header_bytes=max_header_bytes)
-            return SourceFiles(config=config, weights_fd=fd, weights_name=str(weights), header=header)
-        except BaseException:
-            os.close(fd)
-            raise
+        weights = AdapterWeights.open(directory, self._open_file, max_header_bytes=max_header_bytes)
+        return SourceFiles(config=config, weights=weights)
 
     def _directory(self, source: str) -> Path:
         path = Path(os.path.realpath(_path_of(source)))
@@ -173,17 +155,3 @@ def _path_of(source: str) -> str:
             field=_FIELD,
         )
     return path
-
-
-def _no_weights(directory: Path) -> AdapterFormatError:
-    names = sorted(entry.name for entry in directory.iterdir())
-    similar = [name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".index.json"))]
-    found = (
-        f"found {', '.join(similar[:5])}; sharded and pickled weights are not supported" if similar else "found none"
-    )
-    return AdapterFormatError(f"{directory} has no {WEIGHTS_NAME}: {found}", reason="NO_ADAPTER_WEIGHTS", field=_FIELD)
-
-
-def _stat_identity(fd: int) -> tuple[int, ...]:
-    status = os.fstat(fd)
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

@@ -71,12 +71,14 @@ class WriteResult:
     """xxh3-128 of each slice file, 32 hex digits."""
 
 
-def write_slices(plan: SlicePlan, source_fd: int, paths: Sequence[Path], progress: BuildProgress) -> WriteResult:
+def write_slices(
+    plan: SlicePlan, source_fds: Sequence[int], paths: Sequence[Path], progress: BuildProgress
+) -> WriteResult:
     """Writes the slice files of a plan.
 
     Args:
         plan: the plan.
-        source_fd: the adapter's weights.
+        source_fds: the adapter's weight files, by TensorEntry.file.
         paths: one new file per slice, mode 0600.
         progress: updated; checked for cancellation between blocks.
 
@@ -94,7 +96,7 @@ def write_slices(plan: SlicePlan, source_fd: int, paths: Sequence[Path], progres
             for path, layout in zip(paths, plan.layouts, strict=True)
         ]
         with writer:
-            copier = _Copier(source_fd, files, progress)
+            copier = _Copier(source_fds, files, progress)
             for file, layout in zip(files, plan.layouts, strict=True):
                 file.put(layout.header)
             for pieces in plan.tensors:
@@ -118,8 +120,8 @@ class _Span:
 class _Copier:
     """Copies the matrices of one tensor name after another."""
 
-    def __init__(self, source_fd: int, files: Sequence[SliceFile], progress: BuildProgress) -> None:
-        self._source_fd = source_fd
+    def __init__(self, source_fds: Sequence[int], files: Sequence[SliceFile], progress: BuildProgress) -> None:
+        self._source_fds = source_fds
         self._files = files
         self._progress = progress
         self.result = WriteResult()
@@ -205,7 +207,7 @@ class _Copier:
         """Reads and checks spans of one dtype that fill the target."""
         start = 0
         for span in _joined(spans):
-            _read(self._source_fd, target[start : start + span.size], span.offset)
+            _read(self._source_fds[span.tensor.file], target[start : start + span.size], span.offset)
             start += span.size
         self.result.bytes_read += start
         is_finite = _is_finite(target, spans[0].tensor.dtype)
@@ -245,7 +247,7 @@ def _joined(spans: Sequence[_Span]) -> Iterator[_Span]:
     """Spans, with those made one that follow each other in the file."""
     held = spans[0]
     for span in spans[1:]:
-        if span.offset == held.offset + held.size:
+        if span.tensor.file == held.tensor.file and span.offset == held.offset + held.size:
             held = _Span(held.tensor, held.offset, held.size + span.size)
         else:
             yield held

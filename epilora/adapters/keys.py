@@ -121,6 +121,8 @@ def _refuse_by_name(tensor: TensorEntry) -> None:
 def _no_lora_tensors(others: Sequence[TensorEntry]) -> AdapterFormatError:
     if not others:
         what = "the file holds no tensors; the trainer probably saved from a process that held none (ZeRO-3)"
+    elif any(".lora_a." in tensor.name for tensor in others):
+        what = "the tensors have the names of torchtune (lora_a, lora_b); convert the adapter to PEFT's"
     else:
         what = f"none of the file's {len(others)} tensors is a lora_A or lora_B, first {others[0].name}"
     return AdapterFormatError(f"{what}; expected an adapter that PEFT saved", reason="NO_LORA_TENSORS")

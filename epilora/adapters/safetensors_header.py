@@ -35,6 +35,8 @@ class TensorEntry:
     offset: int
     """First byte in the file."""
     size_bytes: int
+    file: int = 0
+    """Which of the adapter's weight files."""
 
     @property
     def num_columns(self) -> int:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -131,10 +132,10 @@ async def test_cancelled_waiters(
     """Builds wait at a gate, so that it is the calls that end them."""
     gate = threading.Event()
 
-    def gated(plan: SlicePlan, source_fd: int, paths: list[Path], progress: BuildProgress) -> WriteResult:
+    def gated(plan: SlicePlan, source_fds: Sequence[int], paths: list[Path], progress: BuildProgress) -> WriteResult:
         while not gate.wait(0.01):
             progress.check()
-        return write_slices(plan, source_fd, paths, progress)
+        return write_slices(plan, source_fds, paths, progress)
 
     monkeypatch.setattr("loader_service.build.write_slices", gated)
     async with running_loader(loader_settings(tmp_path, [tmp_path / "adapters"])) as loader:

@@ -49,7 +49,7 @@ def write_adapter_slice(
     plan = plan_slices(form, [SliceSpec(layers=load_spec.layers, metadata=metadata)])
     descriptor = os.open(directory / "adapter_model.safetensors", os.O_RDONLY)
     try:
-        write_slices(plan, descriptor, [path], BuildProgress())
+        write_slices(plan, [descriptor], [path], BuildProgress())
     finally:
         os.close(descriptor)
     return path
