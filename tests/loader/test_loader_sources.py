@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from epilora.errors import EpiloraError, InvalidArgumentError, NotFoundError, PermissionDeniedError
 from epilora.model_spec import ModelSpec
@@ -108,8 +109,10 @@ async def test_missing(setup: Setup) -> None:
     assert error.reason == "SOURCE_NOT_FOUND"
     adapter = setup.adapter()
     (adapter / WEIGHTS).rename(adapter / "adapter_model.bin")
+    assert (await setup.error(adapter)).reason == "BAD_TORCH_FILE"
+    (adapter / "adapter_model.bin").rename(adapter / "other.bin")
     error = await setup.error(adapter)
-    assert (error.reason, "found adapter_model.bin" in error.message) == ("NO_ADAPTER_WEIGHTS", True)
+    assert (error.reason, "found other.bin" in error.message) == ("NO_ADAPTER_WEIGHTS", True)
     (adapter / "adapter_config.json").unlink()
     assert (await setup.error(adapter)).reason == "NO_ADAPTER_CONFIG"
 
@@ -208,7 +211,8 @@ async def test_bad_requests(setup: Setup) -> None:
         (lambda request: request.load_specs.append(request.load_specs[0]), "BAD_LOAD_SPEC"),
         (lambda request: setattr(request.load_specs[1], "placement_id", "other"), "BAD_LOAD_SPEC"),
         (lambda request: setattr(request.load_specs[1], "model_digest", "other"), "BAD_LOAD_SPEC"),
-        (lambda request: setattr(request, "model_type", "llama"), "UNKNOWN_MODEL_FAMILY"),
+        (lambda request: setattr(request.load_specs[0].layers[0], "gate_up_layout", 2), "BAD_LOAD_SPEC"),
+        (lambda request: setattr(request.layout_hints, "orientation", 9), "BAD_LAYOUT_HINTS"),
         (lambda request: setattr(request.dense_modules[0], "in_features", 0), "BAD_DENSE_MODULE"),
     ):
         request = type(good)()
@@ -217,3 +221,38 @@ async def test_bad_requests(setup: Setup) -> None:
         error = await setup.loader.error(request)
         assert isinstance(error, InvalidArgumentError)
         assert error.reason == reason
+
+
+async def test_shards_and_torch_files_give_the_slices_of_one_safetensors_file(setup: Setup) -> None:
+    torch = pytest.importorskip("torch")
+    generator, tensors = np.random.default_rng(0), {}
+    for layer, expert in ((layer, expert) for layer in (0, 1) for expert in range(4)):
+        for name, shape in (("up_proj.lora_A", (3, 8)), ("up_proj.lora_B", (6, 3)), ("down_proj.lora_A", (3, 6))):
+            key = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{name}.weight"
+            tensors[key] = generator.standard_normal(shape).astype(np.float32)
+        tensors[key.replace("lora_A", "lora_B")] = generator.standard_normal((8, 3)).astype(np.float32)
+    whole, shards, pickled = (write_adapter(setup.root / name, tensors) for name in ("whole", "shards", "pickled"))
+    for adapter in (shards, pickled):
+        (adapter / WEIGHTS).unlink()
+    names = sorted(tensors)
+    for number in (1, 2):
+        part = {name: tensors[name] for name in names[number % 2 :: 2]}
+        save_file(part, shards / f"adapter_model-0000{number}-of-00002.safetensors")
+    torch.save({name: torch.from_numpy(array) for name, array in tensors.items()}, pickled / "adapter_model.bin")
+    slices = []
+    for adapter in (whole, shards, pickled):
+        result = await setup.loader.build(setup.request(adapter))
+        assert result.report.num_tensors == result.report.num_tensors_used == len(tensors)
+        slices.append([load_file(piece.path) for piece in result.slices])
+    for other in slices[1:]:
+        for expected, got in zip(slices[0], other, strict=True):
+            assert expected.keys() == got.keys()
+            for name, array in expected.items():
+                np.testing.assert_array_equal(got[name], array, err_msg=name)
+
+
+async def test_a_link_of_a_shard_to_the_outside_is_refused(setup: Setup, tmp_path: Path) -> None:
+    adapter = setup.adapter()
+    (adapter / WEIGHTS).rename(tmp_path / "outside.safetensors")
+    (adapter / "adapter_model-00001-of-00001.safetensors").symlink_to(tmp_path / "outside.safetensors")
+    assert (await setup.error(adapter)).reason == "SOURCE_OUTSIDE_ROOTS"
