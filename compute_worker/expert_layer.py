@@ -72,9 +72,11 @@ class ExpertLayer:
         dispatcher: Dispatcher,
         backend: ExpertBackend,
         current: CurrentStep,
+        counter: torch.Tensor,
         scales_input: bool = False,
     ) -> None:
         """Args:
+        counter: int64 [1 + local slots]; rows by local slot + 1 are added to it.
         scales_input: the router's weight multiplies what the expert gets, instead of its output; K is 1.
         """
         self._scales_input = scales_input
@@ -84,9 +86,7 @@ class ExpertLayer:
         self._physical = physical
         self._dispatcher = dispatcher
         self._backend = backend
-        # One entry more, the first, takes the pairs whose expert lives elsewhere.
-        num_slots = weights.gate_up_eHD.shape[0]
-        self._num_rows = torch.zeros(num_slots + 1, dtype=torch.int64, device=weights.gate_up_eHD.device)
+        self._counter = counter
 
     def forward(self, x_TD: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
         """The weighted sum of the chosen experts' outputs, in the dtype of x. All ranks call it together.
@@ -126,13 +126,9 @@ class ExpertLayer:
         context.routed_output = y_TD
         return y_TD
 
-    def num_rows(self) -> list[int]:
-        """Rows that each local slot has computed since the start. Any thread; waits for the device."""
-        return [int(count) for count in self._num_rows.tolist()[1:]]
-
     def _count(self, slot_NK: torch.Tensor) -> None:
         slot_R = slot_NK.flatten() + 1
-        self._num_rows.scatter_add_(0, slot_R, torch.ones_like(slot_R))
+        self._counter.scatter_add_(0, slot_R, torch.ones_like(slot_R))
 
 
 class ExpertsOfLayer(Protocol):

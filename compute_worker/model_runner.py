@@ -17,6 +17,7 @@ from compute_worker.adapter_pool import AdapterPool
 from compute_worker.checkpoint import load_model
 from compute_worker.dense_lora import DenseLora
 from compute_worker.ep_group import EPGroup
+from compute_worker.expert_load import ExpertLoad
 from compute_worker.input_scaled_block import replace_blocks
 from compute_worker.model_probe import attach_attention, probe_model
 from compute_worker.paged_attention import PagedAttention, SequenceSpan, prepare_step
@@ -90,6 +91,7 @@ class ModelRunner:
         dtype: of the weights.
         dense_modules: modules outside the routed experts whose pairs take effect.
         pool: the adapters in memory.
+        expert_load: rows that local experts have computed.
     """
 
     def __init__(self, settings: WorkerSettings, model: ModelSpec, placement: ExpertPlacement, group: EPGroup) -> None:
@@ -122,6 +124,9 @@ class ModelRunner:
         self.dense_modules = probe.dense_modules
         self._current = CurrentStep()
         backend = make_backend(settings, group.device)
+        self.expert_load = ExpertLoad(
+            {spec.moe.layer: len(spec.local_experts) for spec in load_spec.layers}, group.device
+        )
         self._layers = attach_expert_layers(
             self._model,
             model,
@@ -129,6 +134,7 @@ class ModelRunner:
             dispatcher=make_dispatcher(settings, group),
             backend=backend,
             current=self._current,
+            load=self.expert_load,
             device=group.device,
         )
         adapter_bytes = max_adapter_bytes(settings, group.device)

@@ -19,6 +19,7 @@ from compute_worker.dispatch.base import Dispatcher
 from compute_worker.dispatch.local import LocalDispatcher
 from compute_worker.ep_group import EPGroup
 from compute_worker.expert_layer import ExpertLayer, PhysicalExperts, experts_function
+from compute_worker.expert_load import ExpertLoad
 from compute_worker.experts_base import ExpertBackend, ExpertWeights
 from compute_worker.experts_grouped import RANK_MULTIPLE, GroupedBackend
 from compute_worker.experts_loop import LoopBackend
@@ -89,6 +90,7 @@ def attach_expert_layers(
     dispatcher: Dispatcher,
     backend: ExpertBackend,
     current: CurrentStep,
+    load: ExpertLoad,
     device: torch.device,
 ) -> dict[int, ExpertLayer]:
     """Gives each experts module its ExpertLayer; returns them by layer, in the order the model runs them."""
@@ -103,6 +105,7 @@ def attach_expert_layers(
             dispatcher=dispatcher,
             backend=backend,
             current=current,
+            counter=load.counter(moe.layer),
         )
         module.epilora_layer = layers[moe.layer]
     return layers

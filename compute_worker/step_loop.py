@@ -189,6 +189,7 @@ class StepLoop:
         )
         worked = self._generate_step(chunks, [p.num_tokens for p in proposals])
         worked |= self._expert_step(calls, proposals)
+        self._runner.expert_load.refresh(worked=worked)
         self._last_turn = time.monotonic()
         if all(p.stopping for p in proposals):
             return False

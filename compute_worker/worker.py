@@ -107,6 +107,10 @@ class Worker:
             max_sequence_length=self.max_sequence_length,
             steps=self.loop.statistics.to_proto(),
             group_instance_id=self._group_instance_id,
+            expert_load=[
+                worker_service_pb2.LocalExpertLoad(layer=layer, num_rows=rows)
+                for layer, rows in self.runner.expert_load.rows.items()
+            ],
         )
 
     def _model_info(self) -> cluster_service_pb2.ModelInfo:

@@ -6,7 +6,9 @@ import asyncio
 
 import grpc.aio
 
+from epilora.balance import logical_load
 from epilora.errors import NotFoundError
+from epilora.placement import ExpertPlacement
 from epilora.v1 import cluster_service_pb2, worker_service_pb2
 from gateway.keeper import Keeper
 from gateway.ranks import Group, Rank
@@ -38,6 +40,23 @@ class Cluster:
         """Which rank holds which experts."""
         _check_group(group_id)
         return self._group.infos()[0].placement
+
+    def expert_load(self, group_id: int) -> cluster_service_pb2.GetExpertLoadResponse:
+        """Rows of every expert, as the ranks reported them last."""
+        _check_group(group_id)
+        infos = self._group.infos()
+        placement = ExpertPlacement.from_proto(infos[0].placement)
+        rows = [{entry.layer: list(entry.num_rows) for entry in info.expert_load} for info in infos]
+        load = logical_load(placement, rows)
+        return cluster_service_pb2.GetExpertLoadResponse(
+            placement_id=placement.placement_id,
+            layers=[
+                cluster_service_pb2.LayerExpertLoad(
+                    layer=layer, expert_rows=expert_rows, rank_rows=[sum(rank[layer]) for rank in rows]
+                )
+                for layer, expert_rows in load.items()
+            ],
+        )
 
     async def memory(self, group_id: int) -> cluster_service_pb2.GetMemoryResponse:
         """Asks every rank now."""

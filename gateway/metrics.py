@@ -82,6 +82,7 @@ class StateCollector(Collector):
         yield from self._adapters()
         yield from self._ranks()
         yield from self._steps()
+        yield from self._expert_rows()
         yield from self._cache()
 
     def _adapters(self) -> Iterator[Metric]:
@@ -141,6 +142,15 @@ class StateCollector(Collector):
                 buckets = list(zip(bounds, statistics.bucket_counts, strict=True))
                 times.add_metric([label], buckets, sum_value=statistics.seconds.get("generate", 0.0))
         yield from (steps, seconds, tokens, times)
+
+    def _expert_rows(self) -> Iterator[Metric]:
+        rows = CounterMetricFamily(
+            "epilora_expert_rows", "(token, expert) pairs that a rank has computed.", labels=["ep_rank", "layer"]
+        )
+        for rank in self._group.ranks:
+            for entry in rank.info.expert_load if rank.info is not None else ():
+                rows.add_metric([str(rank.ep_rank), str(entry.layer)], sum(entry.num_rows))
+        yield rows
 
     def _cache(self) -> Iterator[Metric]:
         cache = self._loader.cache

@@ -132,6 +132,11 @@ class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
     ) -> cluster_service_pb2.GetPlacementResponse:
         return self._cluster.placement(request.group_id)
 
+    async def GetExpertLoad(  # noqa: N802
+        self, request: cluster_service_pb2.GetExpertLoadRequest, context: Any
+    ) -> cluster_service_pb2.GetExpertLoadResponse:
+        return self._cluster.expert_load(request.group_id)
+
     async def GetMemory(  # noqa: N802
         self, request: cluster_service_pb2.GetMemoryRequest, context: Any
     ) -> cluster_service_pb2.GetMemoryResponse:

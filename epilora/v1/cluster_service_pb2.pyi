@@ -115,6 +115,30 @@ class LocalExperts(_message.Message):
     experts: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, experts: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class GetExpertLoadRequest(_message.Message):
+    __slots__ = ("group_id",)
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    group_id: int
+    def __init__(self, group_id: _Optional[int] = ...) -> None: ...
+
+class GetExpertLoadResponse(_message.Message):
+    __slots__ = ("placement_id", "layers")
+    PLACEMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    placement_id: str
+    layers: _containers.RepeatedCompositeFieldContainer[LayerExpertLoad]
+    def __init__(self, placement_id: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerExpertLoad, _Mapping]]] = ...) -> None: ...
+
+class LayerExpertLoad(_message.Message):
+    __slots__ = ("layer", "expert_rows", "rank_rows")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    RANK_ROWS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    expert_rows: _containers.RepeatedScalarFieldContainer[int]
+    rank_rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., expert_rows: _Optional[_Iterable[int]] = ..., rank_rows: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class GetMemoryRequest(_message.Message):
     __slots__ = ("group_id",)
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]

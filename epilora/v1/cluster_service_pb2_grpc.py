@@ -50,6 +50,11 @@ class ClusterServiceStub:
                 request_serializer=epilora_dot_v1_dot_cluster__service__pb2.GetMemoryRequest.SerializeToString,
                 response_deserializer=epilora_dot_v1_dot_cluster__service__pb2.GetMemoryResponse.FromString,
                 _registered_method=True)
+        self.GetExpertLoad = channel.unary_unary(
+                '/epilora.v1.ClusterService/GetExpertLoad',
+                request_serializer=epilora_dot_v1_dot_cluster__service__pb2.GetExpertLoadRequest.SerializeToString,
+                response_deserializer=epilora_dot_v1_dot_cluster__service__pb2.GetExpertLoadResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
@@ -77,6 +82,14 @@ class ClusterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetExpertLoad(self, request, context):
+        """Rows that every expert has computed since the ranks started, as they reported lately. UNAVAILABLE before the
+        group was ready once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +107,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     servicer.GetMemory,
                     request_deserializer=epilora_dot_v1_dot_cluster__service__pb2.GetMemoryRequest.FromString,
                     response_serializer=epilora_dot_v1_dot_cluster__service__pb2.GetMemoryResponse.SerializeToString,
+            ),
+            'GetExpertLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetExpertLoad,
+                    request_deserializer=epilora_dot_v1_dot_cluster__service__pb2.GetExpertLoadRequest.FromString,
+                    response_serializer=epilora_dot_v1_dot_cluster__service__pb2.GetExpertLoadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +196,33 @@ class ClusterService:
             '/epilora.v1.ClusterService/GetMemory',
             epilora_dot_v1_dot_cluster__service__pb2.GetMemoryRequest.SerializeToString,
             epilora_dot_v1_dot_cluster__service__pb2.GetMemoryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetExpertLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/epilora.v1.ClusterService/GetExpertLoad',
+            epilora_dot_v1_dot_cluster__service__pb2.GetExpertLoadRequest.SerializeToString,
+            epilora_dot_v1_dot_cluster__service__pb2.GetExpertLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,7 +29,7 @@ from epilora.v1 import loader_service_pb2 as epilora_dot_v1_dot_loader__service_
 from epilora.v1 import types_pb2 as epilora_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x65pilora/v1/worker_service.proto\x12\nepilora.v1\x1a epilora/v1/cluster_service.proto\x1a\x1f\x65pilora/v1/expert_service.proto\x1a#epilora/v1/generation_service.proto\x1a\x1f\x65pilora/v1/loader_service.proto\x1a\x16\x65pilora/v1/types.proto\"\x16\n\x14GetWorkerInfoRequest\"\x9a\x03\n\x15GetWorkerInfoResponse\x12\"\n\x04rank\x18\x01 \x01(\x0b\x32\x14.epilora.v1.RankInfo\x12$\n\x05model\x18\x02 \x01(\x0b\x32\x15.epilora.v1.ModelInfo\x12,\n\tload_spec\x18\x03 \x01(\x0b\x32\x19.epilora.v1.MoEEPLoadSpec\x12.\n\rdense_modules\x18\x04 \x03(\x0b\x32\x17.epilora.v1.DenseModule\x12\x33\n\tplacement\x18\x05 \x01(\x0b\x32 .epilora.v1.GetPlacementResponse\x12&\n\x06memory\x18\x06 \x01(\x0b\x32\x16.epilora.v1.RankMemory\x12\x19\n\x11num_adapter_slots\x18\x07 \x01(\x05\x12\x1b\n\x13max_sequence_length\x18\x08 \x01(\x05\x12)\n\x05steps\x18\t \x01(\x0b\x32\x1a.epilora.v1.StepStatistics\x12\x19\n\x11group_instance_id\x18\n \x01(\t\"\x87\x03\n\x0eStepStatistics\x12;\n\tnum_steps\x18\x01 \x03(\x0b\x32(.epilora.v1.StepStatistics.NumStepsEntry\x12\x38\n\x07seconds\x18\x02 \x03(\x0b\x32\'.epilora.v1.StepStatistics.SecondsEntry\x12=\n\nnum_tokens\x18\x03 \x03(\x0b\x32).epilora.v1.StepStatistics.NumTokensEntry\x12\x15\n\rbucket_bounds\x18\x04 \x03(\x01\x12\x15\n\rbucket_counts\x18\x05 \x03(\x03\x1a/\n\rNumStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0eNumTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"Y\n\x13StageAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12 \n\x05slice\x18\x03 \x01(\x0b\x32\x11.epilora.v1.Slice\".\n\x14StageAdapterResponse\x12\x16\n\x0eresident_bytes\x18\x01 \x01(\x03\",\n\x16\x41\x63tivateAdapterRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x03\"=\n\x17\x41\x63tivateAdapterResponse\x12\x14\n\x0c\x61\x64\x61pter_slot\x18\x01 \x01(\x05\x12\x0c\n\x04step\x18\x02 \x01(\x03\"*\n\x14RetireAdapterRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x03\"%\n\x15RetireAdapterResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\"+\n\x15\x44iscardAdapterRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x03\"-\n\x16\x44iscardAdapterResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\"\xea\x01\n\x15GenerateTokensRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x1a\n\x12\x61\x64\x61pter_generation\x18\x03 \x01(\x03\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.epilora.v1.SamplingOptions\x12\x12\n\nmax_tokens\x18\x05 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x05\x12\x15\n\rreturn_logits\x18\x07 \x01(\x08\x12\x1c\n\x14return_prompt_logits\x18\x08 \x01(\x08\"\xab\x01\n\x16GenerateTokensResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\"\n\x06logits\x18\x02 \x01(\x0b\x32\x12.epilora.v1.Tensor\x12)\n\rprompt_logits\x18\x03 \x01(\x0b\x32\x12.epilora.v1.Tensor\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.epilora.v1.FinishReason\"\xb8\x01\n\x15\x46orwardExpertsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12\r\n\x05layer\x18\x02 \x01(\x05\x12)\n\rhidden_states\x18\x03 \x01(\x0b\x32\x12.epilora.v1.Tensor\x12\x1f\n\x05top_k\x18\x04 \x01(\x0b\x32\x10.epilora.v1.TopK\x12\x1b\n\x13\x61\x64\x61pter_generations\x18\x05 \x03(\x03\x12\x13\n\x0brouted_only\x18\x06 \x01(\x08\"W\n\x16\x46orwardExpertsResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12)\n\rhidden_states\x18\x02 \x01(\x0b\x32\x12.epilora.v1.Tensor2\xfb\x04\n\rWorkerService\x12T\n\rGetWorkerInfo\x12 .epilora.v1.GetWorkerInfoRequest\x1a!.epilora.v1.GetWorkerInfoResponse\x12Q\n\x0cStageAdapter\x12\x1f.epilora.v1.StageAdapterRequest\x1a .epilora.v1.StageAdapterResponse\x12Z\n\x0f\x41\x63tivateAdapter\x12\".epilora.v1.ActivateAdapterRequest\x1a#.epilora.v1.ActivateAdapterResponse\x12T\n\rRetireAdapter\x12 .epilora.v1.RetireAdapterRequest\x1a!.epilora.v1.RetireAdapterResponse\x12W\n\x0e\x44iscardAdapter\x12!.epilora.v1.DiscardAdapterRequest\x1a\".epilora.v1.DiscardAdapterResponse\x12Y\n\x0eGenerateTokens\x12!.epilora.v1.GenerateTokensRequest\x1a\".epilora.v1.GenerateTokensResponse0\x01\x12[\n\x0e\x46orwardExperts\x12!.epilora.v1.ForwardExpertsRequest\x1a\".epilora.v1.ForwardExpertsResponse(\x01\x30\x01\x42<\n\x0e\x64\x65v.epilora.v1B\x12WorkerServiceProtoP\x01Z\x14\x65pilora/v1;epilorav1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x65pilora/v1/worker_service.proto\x12\nepilora.v1\x1a epilora/v1/cluster_service.proto\x1a\x1f\x65pilora/v1/expert_service.proto\x1a#epilora/v1/generation_service.proto\x1a\x1f\x65pilora/v1/loader_service.proto\x1a\x16\x65pilora/v1/types.proto\"\x16\n\x14GetWorkerInfoRequest\"\xcc\x03\n\x15GetWorkerInfoResponse\x12\"\n\x04rank\x18\x01 \x01(\x0b\x32\x14.epilora.v1.RankInfo\x12$\n\x05model\x18\x02 \x01(\x0b\x32\x15.epilora.v1.ModelInfo\x12,\n\tload_spec\x18\x03 \x01(\x0b\x32\x19.epilora.v1.MoEEPLoadSpec\x12.\n\rdense_modules\x18\x04 \x03(\x0b\x32\x17.epilora.v1.DenseModule\x12\x33\n\tplacement\x18\x05 \x01(\x0b\x32 .epilora.v1.GetPlacementResponse\x12&\n\x06memory\x18\x06 \x01(\x0b\x32\x16.epilora.v1.RankMemory\x12\x19\n\x11num_adapter_slots\x18\x07 \x01(\x05\x12\x1b\n\x13max_sequence_length\x18\x08 \x01(\x05\x12)\n\x05steps\x18\t \x01(\x0b\x32\x1a.epilora.v1.StepStatistics\x12\x19\n\x11group_instance_id\x18\n \x01(\t\x12\x30\n\x0b\x65xpert_load\x18\x0b \x03(\x0b\x32\x1b.epilora.v1.LocalExpertLoad\"2\n\x0fLocalExpertLoad\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\x10\n\x08num_rows\x18\x02 \x03(\x03\"\x87\x03\n\x0eStepStatistics\x12;\n\tnum_steps\x18\x01 \x03(\x0b\x32(.epilora.v1.StepStatistics.NumStepsEntry\x12\x38\n\x07seconds\x18\x02 \x03(\x0b\x32\'.epilora.v1.StepStatistics.SecondsEntry\x12=\n\nnum_tokens\x18\x03 \x03(\x0b\x32).epilora.v1.StepStatistics.NumTokensEntry\x12\x15\n\rbucket_bounds\x18\x04 \x03(\x01\x12\x15\n\rbucket_counts\x18\x05 \x03(\x03\x1a/\n\rNumStepsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0eNumTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"Y\n\x13StageAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x03\x12 \n\x05slice\x18\x03 \x01(\x0b\x32\x11.epilora.v1.Slice\".\n\x14StageAdapterResponse\x12\x16\n\x0eresident_bytes\x18\x01 \x01(\x03\",\n\x16\x41\x63tivateAdapterRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x03\"=\n\x17\x41\x63tivateAdapterResponse\x12\x14\n\x0c\x61\x64\x61pter_slot\x18\x01 \x01(\x05\x12\x0c\n\x04step\x18\x02 \x01(\x03\"*\n\x14RetireAdapterRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x03\"%\n\x15RetireAdapterResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\"+\n\x15\x44iscardAdapterRequest\x12\x12\n\ngeneration\x18\x01 \x01(\x03\"-\n\x16\x44iscardAdapterResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\"\xea\x01\n\x15GenerateTokensRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x1a\n\x12\x61\x64\x61pter_generation\x18\x03 \x01(\x03\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.epilora.v1.SamplingOptions\x12\x12\n\nmax_tokens\x18\x05 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x05\x12\x15\n\rreturn_logits\x18\x07 \x01(\x08\x12\x1c\n\x14return_prompt_logits\x18\x08 \x01(\x08\"\xab\x01\n\x16GenerateTokensResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\"\n\x06logits\x18\x02 \x01(\x0b\x32\x12.epilora.v1.Tensor\x12)\n\rprompt_logits\x18\x03 \x01(\x0b\x32\x12.epilora.v1.Tensor\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.epilora.v1.FinishReason\"\xb8\x01\n\x15\x46orwardExpertsRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12\r\n\x05layer\x18\x02 \x01(\x05\x12)\n\rhidden_states\x18\x03 \x01(\x0b\x32\x12.epilora.v1.Tensor\x12\x1f\n\x05top_k\x18\x04 \x01(\x0b\x32\x10.epilora.v1.TopK\x12\x1b\n\x13\x61\x64\x61pter_generations\x18\x05 \x03(\x03\x12\x13\n\x0brouted_only\x18\x06 \x01(\x08\"W\n\x16\x46orwardExpertsResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12)\n\rhidden_states\x18\x02 \x01(\x0b\x32\x12.epilora.v1.Tensor2\xfb\x04\n\rWorkerService\x12T\n\rGetWorkerInfo\x12 .epilora.v1.GetWorkerInfoRequest\x1a!.epilora.v1.GetWorkerInfoResponse\x12Q\n\x0cStageAdapter\x12\x1f.epilora.v1.StageAdapterRequest\x1a .epilora.v1.StageAdapterResponse\x12Z\n\x0f\x41\x63tivateAdapter\x12\".epilora.v1.ActivateAdapterRequest\x1a#.epilora.v1.ActivateAdapterResponse\x12T\n\rRetireAdapter\x12 .epilora.v1.RetireAdapterRequest\x1a!.epilora.v1.RetireAdapterResponse\x12W\n\x0e\x44iscardAdapter\x12!.epilora.v1.DiscardAdapterRequest\x1a\".epilora.v1.DiscardAdapterResponse\x12Y\n\x0eGenerateTokens\x12!.epilora.v1.GenerateTokensRequest\x1a\".epilora.v1.GenerateTokensResponse0\x01\x12[\n\x0e\x46orwardExperts\x12!.epilora.v1.ForwardExpertsRequest\x1a\".epilora.v1.ForwardExpertsResponse(\x01\x30\x01\x42<\n\x0e\x64\x65v.epilora.v1B\x12WorkerServiceProtoP\x01Z\x14\x65pilora/v1;epilorav1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,39 +46,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETWORKERINFOREQUEST']._serialized_start=208
   _globals['_GETWORKERINFOREQUEST']._serialized_end=230
   _globals['_GETWORKERINFORESPONSE']._serialized_start=233
-  _globals['_GETWORKERINFORESPONSE']._serialized_end=643
-  _globals['_STEPSTATISTICS']._serialized_start=646
-  _globals['_STEPSTATISTICS']._serialized_end=1037
-  _globals['_STEPSTATISTICS_NUMSTEPSENTRY']._serialized_start=892
-  _globals['_STEPSTATISTICS_NUMSTEPSENTRY']._serialized_end=939
-  _globals['_STEPSTATISTICS_SECONDSENTRY']._serialized_start=941
-  _globals['_STEPSTATISTICS_SECONDSENTRY']._serialized_end=987
-  _globals['_STEPSTATISTICS_NUMTOKENSENTRY']._serialized_start=989
-  _globals['_STEPSTATISTICS_NUMTOKENSENTRY']._serialized_end=1037
-  _globals['_STAGEADAPTERREQUEST']._serialized_start=1039
-  _globals['_STAGEADAPTERREQUEST']._serialized_end=1128
-  _globals['_STAGEADAPTERRESPONSE']._serialized_start=1130
-  _globals['_STAGEADAPTERRESPONSE']._serialized_end=1176
-  _globals['_ACTIVATEADAPTERREQUEST']._serialized_start=1178
-  _globals['_ACTIVATEADAPTERREQUEST']._serialized_end=1222
-  _globals['_ACTIVATEADAPTERRESPONSE']._serialized_start=1224
-  _globals['_ACTIVATEADAPTERRESPONSE']._serialized_end=1285
-  _globals['_RETIREADAPTERREQUEST']._serialized_start=1287
-  _globals['_RETIREADAPTERREQUEST']._serialized_end=1329
-  _globals['_RETIREADAPTERRESPONSE']._serialized_start=1331
-  _globals['_RETIREADAPTERRESPONSE']._serialized_end=1368
-  _globals['_DISCARDADAPTERREQUEST']._serialized_start=1370
-  _globals['_DISCARDADAPTERREQUEST']._serialized_end=1413
-  _globals['_DISCARDADAPTERRESPONSE']._serialized_start=1415
-  _globals['_DISCARDADAPTERRESPONSE']._serialized_end=1460
-  _globals['_GENERATETOKENSREQUEST']._serialized_start=1463
-  _globals['_GENERATETOKENSREQUEST']._serialized_end=1697
-  _globals['_GENERATETOKENSRESPONSE']._serialized_start=1700
-  _globals['_GENERATETOKENSRESPONSE']._serialized_end=1871
-  _globals['_FORWARDEXPERTSREQUEST']._serialized_start=1874
-  _globals['_FORWARDEXPERTSREQUEST']._serialized_end=2058
-  _globals['_FORWARDEXPERTSRESPONSE']._serialized_start=2060
-  _globals['_FORWARDEXPERTSRESPONSE']._serialized_end=2147
-  _globals['_WORKERSERVICE']._serialized_start=2150
-  _globals['_WORKERSERVICE']._serialized_end=2785
+  _globals['_GETWORKERINFORESPONSE']._serialized_end=693
+  _globals['_LOCALEXPERTLOAD']._serialized_start=695
+  _globals['_LOCALEXPERTLOAD']._serialized_end=745
+  _globals['_STEPSTATISTICS']._serialized_start=748
+  _globals['_STEPSTATISTICS']._serialized_end=1139
+  _globals['_STEPSTATISTICS_NUMSTEPSENTRY']._serialized_start=994
+  _globals['_STEPSTATISTICS_NUMSTEPSENTRY']._serialized_end=1041
+  _globals['_STEPSTATISTICS_SECONDSENTRY']._serialized_start=1043
+  _globals['_STEPSTATISTICS_SECONDSENTRY']._serialized_end=1089
+  _globals['_STEPSTATISTICS_NUMTOKENSENTRY']._serialized_start=1091
+  _globals['_STEPSTATISTICS_NUMTOKENSENTRY']._serialized_end=1139
+  _globals['_STAGEADAPTERREQUEST']._serialized_start=1141
+  _globals['_STAGEADAPTERREQUEST']._serialized_end=1230
+  _globals['_STAGEADAPTERRESPONSE']._serialized_start=1232
+  _globals['_STAGEADAPTERRESPONSE']._serialized_end=1278
+  _globals['_ACTIVATEADAPTERREQUEST']._serialized_start=1280
+  _globals['_ACTIVATEADAPTERREQUEST']._serialized_end=1324
+  _globals['_ACTIVATEADAPTERRESPONSE']._serialized_start=1326
+  _globals['_ACTIVATEADAPTERRESPONSE']._serialized_end=1387
+  _globals['_RETIREADAPTERREQUEST']._serialized_start=1389
+  _globals['_RETIREADAPTERREQUEST']._serialized_end=1431
+  _globals['_RETIREADAPTERRESPONSE']._serialized_start=1433
+  _globals['_RETIREADAPTERRESPONSE']._serialized_end=1470
+  _globals['_DISCARDADAPTERREQUEST']._serialized_start=1472
+  _globals['_DISCARDADAPTERREQUEST']._serialized_end=1515
+  _globals['_DISCARDADAPTERRESPONSE']._serialized_start=1517
+  _globals['_DISCARDADAPTERRESPONSE']._serialized_end=1562
+  _globals['_GENERATETOKENSREQUEST']._serialized_start=1565
+  _globals['_GENERATETOKENSREQUEST']._serialized_end=1799
+  _globals['_GENERATETOKENSRESPONSE']._serialized_start=1802
+  _globals['_GENERATETOKENSRESPONSE']._serialized_end=1973
+  _globals['_FORWARDEXPERTSREQUEST']._serialized_start=1976
+  _globals['_FORWARDEXPERTSREQUEST']._serialized_end=2160
+  _globals['_FORWARDEXPERTSRESPONSE']._serialized_start=2162
+  _globals['_FORWARDEXPERTSRESPONSE']._serialized_end=2249
+  _globals['_WORKERSERVICE']._serialized_start=2252
+  _globals['_WORKERSERVICE']._serialized_end=2887
 # @@protoc_insertion_point(module_scope)

@@ -16,7 +16,7 @@ class GetWorkerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetWorkerInfoResponse(_message.Message):
-    __slots__ = ("rank", "model", "load_spec", "dense_modules", "placement", "memory", "num_adapter_slots", "max_sequence_length", "steps", "group_instance_id")
+    __slots__ = ("rank", "model", "load_spec", "dense_modules", "placement", "memory", "num_adapter_slots", "max_sequence_length", "steps", "group_instance_id", "expert_load")
     RANK_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LOAD_SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class GetWorkerInfoResponse(_message.Message):
     MAX_SEQUENCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     GROUP_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_LOAD_FIELD_NUMBER: _ClassVar[int]
     rank: _cluster_service_pb2.RankInfo
     model: _cluster_service_pb2.ModelInfo
     load_spec: _types_pb2.MoEEPLoadSpec
@@ -37,7 +38,16 @@ class GetWorkerInfoResponse(_message.Message):
     max_sequence_length: int
     steps: StepStatistics
     group_instance_id: str
-    def __init__(self, rank: _Optional[_Union[_cluster_service_pb2.RankInfo, _Mapping]] = ..., model: _Optional[_Union[_cluster_service_pb2.ModelInfo, _Mapping]] = ..., load_spec: _Optional[_Union[_types_pb2.MoEEPLoadSpec, _Mapping]] = ..., dense_modules: _Optional[_Iterable[_Union[_types_pb2.DenseModule, _Mapping]]] = ..., placement: _Optional[_Union[_cluster_service_pb2.GetPlacementResponse, _Mapping]] = ..., memory: _Optional[_Union[_cluster_service_pb2.RankMemory, _Mapping]] = ..., num_adapter_slots: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., steps: _Optional[_Union[StepStatistics, _Mapping]] = ..., group_instance_id: _Optional[str] = ...) -> None: ...
+    expert_load: _containers.RepeatedCompositeFieldContainer[LocalExpertLoad]
+    def __init__(self, rank: _Optional[_Union[_cluster_service_pb2.RankInfo, _Mapping]] = ..., model: _Optional[_Union[_cluster_service_pb2.ModelInfo, _Mapping]] = ..., load_spec: _Optional[_Union[_types_pb2.MoEEPLoadSpec, _Mapping]] = ..., dense_modules: _Optional[_Iterable[_Union[_types_pb2.DenseModule, _Mapping]]] = ..., placement: _Optional[_Union[_cluster_service_pb2.GetPlacementResponse, _Mapping]] = ..., memory: _Optional[_Union[_cluster_service_pb2.RankMemory, _Mapping]] = ..., num_adapter_slots: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., steps: _Optional[_Union[StepStatistics, _Mapping]] = ..., group_instance_id: _Optional[str] = ..., expert_load: _Optional[_Iterable[_Union[LocalExpertLoad, _Mapping]]] = ...) -> None: ...
+
+class LocalExpertLoad(_message.Message):
+    __slots__ = ("layer", "num_rows")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    layer: int
+    num_rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, layer: _Optional[int] = ..., num_rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepStatistics(_message.Message):
     __slots__ = ("num_steps", "seconds", "num_tokens", "bucket_bounds", "bucket_counts")

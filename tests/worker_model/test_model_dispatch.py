@@ -22,6 +22,7 @@ from compute_worker.dispatch.base import Dispatcher
 from compute_worker.dispatch.local import LocalDispatcher
 from compute_worker.ep_group import EPGroup
 from compute_worker.expert_layer import ExpertLayer, PhysicalExperts
+from compute_worker.expert_load import ExpertLoad
 from compute_worker.experts_base import ExpertWeights, LoraPair
 from compute_worker.experts_loop import LoopBackend
 from compute_worker.step_context import CurrentStep, StepContext
@@ -67,7 +68,9 @@ def random_tensor(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.3
 
 
-def make_layer(placement: ExpertPlacement, ep_rank: int, dispatcher: Dispatcher, current: CurrentStep) -> ExpertLayer:
+def make_layer(
+    placement: ExpertPlacement, ep_rank: int, dispatcher: Dispatcher, current: CurrentStep, load: ExpertLoad
+) -> ExpertLayer:
     local = list(placement.local_experts(LAYER, ep_rank))
     weights = ExpertWeights(
         gate_up_eHD=random_tensor(1, NUM_EXPERTS, 2 * WIDTH, HIDDEN)[local],
@@ -82,6 +85,7 @@ def make_layer(placement: ExpertPlacement, ep_rank: int, dispatcher: Dispatcher,
         dispatcher=dispatcher,
         backend=LoopBackend(),
         current=current,
+        counter=load.counter(LAYER),
     )
 
 
@@ -155,7 +159,8 @@ def rank_main(ep_rank: int, work: Path) -> Results:
 def _run_case(case: Case, model: ModelSpec, group: EPGroup) -> Results:
     dispatcher = AllToAllDispatcher(group) if case.backend == "all_to_all" else AllGatherDispatcher(group)
     placement, current = make_placement(case.placement, model, group.num_ranks), CurrentStep()
-    layer = make_layer(placement, group.ep_rank, dispatcher, current)
+    load = ExpertLoad({LAYER: len(placement.local_experts(LAYER, group.ep_rank))}, torch.device("cpu"))
+    layer = make_layer(placement, group.ep_rank, dispatcher, current, load)
     place = Place(
         ep_rank=group.ep_rank,
         num_ranks=group.num_ranks,
@@ -163,7 +168,8 @@ def _run_case(case: Case, model: ModelSpec, group: EPGroup) -> Results:
         local=placement.local_experts(LAYER, group.ep_rank),
     )
     y_TD = run_layer(layer, current, case, place)
-    results = {"y": y_TD, "num_rows": layer.num_rows(), "sent": list(getattr(dispatcher, "num_pairs_sent", ()))}
+    load.refresh(worked=True)
+    results = {"y": y_TD, "num_rows": load.rows[LAYER], "sent": list(getattr(dispatcher, "num_pairs_sent", ()))}
     results["again"] = run_layer(layer, current, case, place)
     return results
 
@@ -180,7 +186,8 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, list[Res
 def test_every_cell_equals_one_rank(table: tuple[ModelSpec, list[Results]], backend: str, num_ranks: int) -> None:
     model, results = table
     current = CurrentStep()
-    one = make_layer(make_placement("linear", model, 1), 0, LocalDispatcher(), current)
+    load = ExpertLoad({LAYER: NUM_EXPERTS}, torch.device("cpu"))
+    one = make_layer(make_placement("linear", model, 1), 0, LocalDispatcher(), current, load)
     for case in (case for case in CASES if case.backend == backend):
         for ep_rank, num_tokens in enumerate(case.num_tokens(num_ranks)):
             place = Place(ep_rank=ep_rank, num_ranks=num_ranks, counts=[num_tokens], local=tuple(range(NUM_EXPERTS)))
