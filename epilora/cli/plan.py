@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from epilora.cli.client import console, fail, format_bytes
-from epilora.errors import EpiloraError
+from epilora.balance import balanced_placement, spread
+from epilora.cli.client import connected, console, fail, format_bytes
+from epilora.errors import EpiloraError, InvalidArgumentError
 from epilora.memory_plan import RankPlan, element_bytes_of, plan_memory, read_adapter
 from epilora.model_spec import ModelSpec
 from epilora.placement import ExpertPlacement
+from epilora.v1 import cluster_service_pb2, cluster_service_pb2_grpc
+
+_TIMEOUT_SECONDS = 10.0
 
 
 def plan(
     model: Annotated[Path, typer.Option(help="Directory of the Hugging Face checkpoint; config.json may be enough.")],
     ranks: Annotated[int, typer.Option(min=1, help="Ranks the experts are spread over.")] = 1,
-    placement: Annotated[str, typer.Option(help="linear, round_robin, or a JSON file.")] = "linear",
+    placement: Annotated[
+        str | None, typer.Option(help="linear (the default), round_robin, or a JSON file.", show_default=False)
+    ] = None,
+    load_from: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Place experts by the rows that this running service counted."),
+    ] = None,
+    redundant: Annotated[
+        int, typer.Option(min=0, help="With --load-from: further copies of busy experts in each layer.")
+    ] = 0,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the placement here, for `epilora serve --placement`.")
+    ] = None,
     adapter: Annotated[
         list[str] | None,
         typer.Option("--adapter", "--adapters", metavar="[NAME=]DIR", help="Count this one in; may be repeated."),
@@ -33,9 +49,14 @@ def plan(
 
     The key/value cache comes on top: it takes what EPILORA_KV_CACHE_BYTES says, or what is free.
     """
+    if load_from and placement:
+        raise typer.BadParameter("--load-from makes a placement; give it or --placement, not both")
+    if redundant and not load_from:
+        raise typer.BadParameter("--redundant chooses busy experts; give --load-from with it")
     try:
         spec = ModelSpec.from_directory(model)
-        placed = ExpertPlacement.make(placement, spec, ranks)
+        balance = _balance(load_from, spec, ranks, redundant) if load_from else None
+        placed = balance.placement if balance else ExpertPlacement.make(placement or "linear", spec, ranks)
         forms = {}
         for text in adapter or []:
             name, separator, directory = text.rpartition("=")
@@ -44,14 +65,51 @@ def plan(
         plans = plan_memory(spec, placed, forms, element_bytes=element_bytes_of(spec, dtype))
     except EpiloraError as error:
         raise fail(error) from None
+    if save:
+        save.write_text(json.dumps({"layers": _tables(placed)}))
     if as_json:
-        typer.echo(json.dumps(_as_json(spec, placed, plans), indent=2))
+        spreads = {"spread_now": balance.spread_now, "spread_planned": balance.spread_planned} if balance else {}
+        typer.echo(json.dumps({**_as_json(spec, placed, plans), **spreads}, indent=2))
         return
     console.print(
         f"{spec.name} ({spec.model_type}): {len(spec.moe_layers)} of {spec.num_layers} layers with "
         f"{spec.moe_layers[0].num_experts} experts; placement {placed.strategy} {placed.placement_id[:12]}"
     )
+    if balance:
+        console.print(
+            f"rows of the busiest rank over the mean: now {balance.spread_now:.2f},"
+            f" planned {balance.spread_planned:.2f}"
+        )
     console.print(_table(spec, placed, plans))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Balance:
+    """A placement made from counted rows, and how even it is beside the one that runs."""
+
+    placement: ExpertPlacement
+    spread_now: float
+    spread_planned: float
+
+
+def _balance(address: str, model: ModelSpec, num_ranks: int, num_redundant: int) -> _Balance:
+    with connected(address) as channel:
+        stub = cluster_service_pb2_grpc.ClusterServiceStub(channel)
+        counted = stub.GetExpertLoad(cluster_service_pb2.GetExpertLoadRequest(), timeout=_TIMEOUT_SECONDS)
+        running = stub.GetPlacement(cluster_service_pb2.GetPlacementRequest(), timeout=_TIMEOUT_SECONDS)
+    load = {layer.layer: list(layer.expert_rows) for layer in counted.layers}
+    expected = {moe.layer: moe.num_experts for moe in model.moe_layers}
+    if {layer: len(rows) for layer, rows in load.items()} != expected:
+        raise InvalidArgumentError(
+            f"the service at {address} runs another model than {model.name}: its layers and experts differ",
+            reason="ANOTHER_MODEL",
+        )
+    placement = balanced_placement(load, num_ranks=num_ranks, num_redundant_experts=num_redundant)
+    return _Balance(
+        placement=placement,
+        spread_now=spread(ExpertPlacement.from_proto(running), load),
+        spread_planned=spread(placement, load),
+    )
 
 
 def _table(model: ModelSpec, placement: ExpertPlacement, plans: tuple[RankPlan, ...]) -> Table:
@@ -77,16 +135,19 @@ def ranges(numbers: tuple[int, ...]) -> str:
     return " ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
+def _tables(placement: ExpertPlacement) -> dict[int, list[tuple[int, ...]]]:
+    """Experts by rank, by layer."""
+    ranks = range(placement.num_ranks)
+    return {layer: [placement.local_experts(layer, ep_rank) for ep_rank in ranks] for layer in placement.layers}
+
+
 def _as_json(model: ModelSpec, placement: ExpertPlacement, plans: tuple[RankPlan, ...]) -> dict[str, object]:
     return {
         "model": model.name,
         "placement": {
             "strategy": placement.strategy,
             "placement_id": placement.placement_id,
-            "layers": {
-                layer: [placement.local_experts(layer, ep_rank) for ep_rank in range(placement.num_ranks)]
-                for layer in placement.layers
-            },
+            "layers": _tables(placement),
         },
         "ranks": [{**asdict(rank), "total_bytes": rank.total_bytes} for rank in plans],
     }
