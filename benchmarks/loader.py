@@ -103,7 +103,8 @@ def make_request(source: Path, model: ModelSpec, ep_ranks: int, ranks_built: int
     placement = ExpertPlacement.make("linear", model, ep_ranks)
     specs = tuple(MoEEPLoadSpec.make(model, placement, rank) for rank in range(ranks_built))
     layers = [layer.moe for layer in specs[0].layers]
-    target = AdapterTarget.make(family_of(model.model_type), layers, model.dense_modules)
+    family = family_of(model.model_type, layers[0].gate_up_layout)
+    target = AdapterTarget.make(family, layers, model.dense_modules)
     return BuildRequest(source=str(source), load_specs=specs, target=target, allow_partial=False, hints=NO_HINTS)
 
 

@@ -15,6 +15,7 @@ from epilora.adapters.safetensors_header import TensorEntry
 from epilora.errors import AdapterFormatError
 
 _PREFIX = "base_model.model."
+_ENDING_A, _ENDING_B = ".lora_A.weight", ".lora_B.weight"
 # One segment with the name of the adapter may stand between lora_A and weight.
 _NAME = re.compile(
     r"(?P<module>.+)\.lora_(?:(?P<grouped>gate_and_up|down)_)?(?P<side>[AB])(?:(?:\.(?P<adapter>[^.]+))?\.weight)?"
@@ -67,6 +68,12 @@ def pair_tensors(tensors: Iterable[TensorEntry]) -> PairedTensors:
     adapter_names: dict[str, str] = {}
     embeddings: set[str] = set()
     for tensor in tensors:
+        module, ending = tensor.name[: -len(_ENDING_A)], tensor.name[-len(_ENDING_A) :]
+        if ending in (_ENDING_A, _ENDING_B) and module and ".lora_" not in module and "\n" not in module:
+            # What nearly all names are; the expressions below say the same of them, in several times as long.
+            module, side = module.removeprefix(_PREFIX), ending[len(".lora_")]
+            _add_half(halves, module, side, tensor)
+            continue
         match = _NAME.fullmatch(tensor.name) or _EMBEDDING_NAME.fullmatch(tensor.name)
         if match is None:
             _refuse_by_name(tensor)
@@ -79,11 +86,7 @@ def pair_tensors(tensors: Iterable[TensorEntry]) -> PairedTensors:
             embeddings.add(module)
         elif match["grouped"] is not None:
             module = f"{module}.{match['grouped']}_projs"
-        other = halves.setdefault(module, {}).setdefault(match["side"], tensor)
-        if other is not tensor:
-            raise AdapterFormatError(
-                f"{other.name} and {tensor.name} are both lora_{match['side']} of {module}", reason="DUPLICATE_TENSOR"
-            )
+        _add_half(halves, module, match["side"], tensor)
     if not halves:
         raise _no_lora_tensors(others)
     if len(adapter_names) > 1:
@@ -98,6 +101,14 @@ def pair_tensors(tensors: Iterable[TensorEntry]) -> PairedTensors:
         for module, sides in halves.items()
     )
     return PairedTensors(pairs=pairs, others=tuple(others))
+
+
+def _add_half(halves: dict[str, dict[str, TensorEntry]], module: str, side: str, tensor: TensorEntry) -> None:
+    other = halves.setdefault(module, {}).setdefault(side, tensor)
+    if other is not tensor:
+        raise AdapterFormatError(
+            f"{other.name} and {tensor.name} are both lora_{side} of {module}", reason="DUPLICATE_TENSOR"
+        )
 
 
 def named(names: Sequence[str]) -> str:
