@@ -24,6 +24,7 @@ from typing import Any
 
 from epilora.adapters.layout_hints import NO_HINTS
 from epilora.adapters.normal_form import AdapterTarget
+from epilora.adapters.weights import WEIGHTS_NAME
 from epilora.families import family_of
 from epilora.load_spec import MoEEPLoadSpec
 from epilora.model_spec import ModelSpec
@@ -32,7 +33,6 @@ from epilora.settings import LoaderSettings
 from loader_service.build import AdapterBuilder
 from loader_service.cache import SliceCache
 from loader_service.request import BuildRequest
-from loader_service.source import WEIGHTS_NAME
 from loader_service.writer import BuildProgress
 
 LAYOUTS = ("per_expert", "target_parameters")

@@ -14,8 +14,8 @@ from epilora.errors import AbortedError
 from epilora.settings import LoaderSettings
 from epilora.slices import LAYOUT_VERSION, SliceMetadata
 from epilora.v1 import loader_service_pb2, types_pb2
-from loader_service.collection import paused_collection
 from loader_service.cache import BuiltSlices, SliceCache
+from loader_service.collection import paused_collection
 from loader_service.request import BuildRequest
 from loader_service.source import SourceFiles, SourceIdentity, SourceRoots
 from loader_service.writer import BuildProgress, WriteResult, write_slices
@@ -55,7 +55,7 @@ class AdapterBuilder:
         with self._roots.open(request.source, max_header_bytes=self._settings.max_header_bytes) as files:
             if files.identity != identity:
                 raise _changed(request.source)
-            with paused_collection():
+            with paused_collection:
                 form, report = self._understand(files, request)
                 plan = plan_slices(form, _slice_specs(request, identity))
             progress.bytes_total = plan.size_bytes

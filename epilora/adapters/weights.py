@@ -117,6 +117,8 @@ class AdapterWeights:
             AdapterFormatError: the files are broken; DUPLICATE_TENSOR, BAD_INDEX.
         """
         headers = [file.tensors() for file in self._files]
+        if len(headers) == 1 and self._weight_map is None and self._files[0].archive is None:
+            return headers[0]
         found: dict[str, TensorEntry] = {}
         metadata: dict[str, str] = {}
         for number, header in enumerate(headers):
