@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from epilora.errors import AdapterFormatError
@@ -154,7 +155,7 @@ def _parse_canonical(header: bytes, file_bytes: int) -> SafetensorsHeader | None
         (int(begin), int(end), name, dtype, shape)
         for name, dtype, shape, begin, end in _CANONICAL_ENTRY.findall(text, start.end())
     ]
-    rows.sort()
+    rows.sort(key=itemgetter(0, 1))
     shapes = {shape: tuple(map(int, shape.split(","))) if shape else () for shape in {row[4] for row in rows}}
     sizes = {shape: math.prod(extents) for shape, extents in shapes.items()}
     data_start = 8 + len(header)

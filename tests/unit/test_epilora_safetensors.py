@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -66,11 +67,46 @@ BAD: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.parametrize("separators", [None, (",", ":")], ids=["spaces", "as safetensors writes"])
 @pytest.mark.parametrize("kind", BAD)
-def test_bad_headers(kind: str) -> None:
+def test_bad_headers(kind: str, separators: tuple[str, str] | None) -> None:
     content, text = BAD[kind]
     with pytest.raises(AdapterFormatError, match=text):
-        _parse(json.dumps(content).encode(), 12)
+        _parse(json.dumps(content, separators=separators).encode(), 12)
+
+
+_SIZES = st.lists(st.integers(0, 3), max_size=3)
+_TENSORS = st.dictionaries(st.text(max_size=4), st.tuples(st.sampled_from(["F32", "F16", "BF16"]), _SIZES), max_size=5)
+
+
+@given(tensors=_TENSORS, metadata=st.none() | st.dictionaries(st.text(max_size=2), st.text(max_size=2), max_size=2))
+@settings(max_examples=200, deadline=None)
+def test_every_spelling_of_a_header_means_the_same(
+    tensors: dict[str, tuple[str, list[int]]], metadata: dict[str, str] | None
+) -> None:
+    """Spelled as safetensors does, a header takes a shorter way through the parser."""
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + math.prod(shape) * {"F32": 4, "F16": 2, "BF16": 2}[dtype]
+        entries[name] = _entry(begin, end, shape, dtype)
+    compact, spaced = (json.dumps(entries, separators=way).encode() for way in ((",", ":"), (" ,", ": ")))
+    # As long as each other, so that the offsets in the file are equal.
+    compact = compact.ljust(len(spaced))
+    assert _parse(compact, end) == _parse(spaced, end)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]},"a":{"dtype":"F32","shape":[0],"data_offsets":[12,12]}}',
+        b'{"__metadata__":{"x":"1","x":"2"},"a":{"dtype":"F32","shape":[3],"data_offsets":[0,12]}}',
+        b'{"a":{"dtype":"F32","dtype":"F32","shape":[3],"data_offsets":[0,12]}}',
+    ],
+)
+def test_keys_that_are_there_twice(header: bytes) -> None:
+    with pytest.raises(AdapterFormatError, match="twice in its header"):
+        _parse(header, 12)
 
 
 def test_a_name_twice() -> None:
