@@ -29,8 +29,8 @@ log = structlog.get_logger(__name__)
 class BoardConsensus:
     """Exchanges proposals on a board.
 
-    Waits by spinning for 0.2 ms, then sleeps until it is woken. While it waits it looks
-    whether the others still live, so a rank that died is noticed within some 50 ms; one that hangs, at the deadline.
+    Waits by spinning for 0.2 ms, then sleeps until it is woken. While it waits it looks whether the others still
+    live, so a rank that died is noticed within some 50 ms; one that hangs, at the deadline, and is ended.
 
     Args:
         board: this rank's view.
@@ -100,9 +100,13 @@ class BoardConsensus:
             )
         if waited_seconds > self._timeout_seconds:
             late = missing or [ep_rank]
+            # The group starts anew now. A process that is stopped would hold that up: it takes no notice of the
+            # SIGTERM by which the others end.
+            for rank in late:
+                self._ranks[rank].kill()
             raise UnavailableError(
                 f"step {step}: rank {_list(late)} did not answer within {self._timeout_seconds:g} s, though its process"
-                " is there",
+                " was there; it was ended",
                 reason="RANK_LOST",
                 metadata={"ep_rank": late[0], "step": step},
             )
