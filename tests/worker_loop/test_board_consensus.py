@@ -24,9 +24,9 @@ from epilora.errors import UnavailableError
 from epilora.settings import WorkerSettings
 
 NAME = b"a board for tests"
-FOREVER = 60.0
+FOREVER = 120.0
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 
 def open_board(path: Path, ep_rank: int, num_ranks: int) -> StepBoard:
@@ -136,7 +136,7 @@ def test_ranks_hear_each_other_a_thousand_times(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("number", "text"), [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "did not answer within")])
 def test_a_lost_rank_is_named(tmp_path: Path, number: signal.Signals, text: str) -> None:
-    ranks = Ranks(tmp_path, 3, FOREVER if number == signal.SIGKILL else 1.0)
+    ranks = Ranks(tmp_path, 3, FOREVER if number == signal.SIGKILL else 5.0)
     try:
         ranks.start(exchange_until_lost)
         assert sorted(ranks.get() for _ in range(3)) == [0, 1, 2]
