@@ -73,7 +73,7 @@ class WorkerSettings(CommonSettings):
     """loop: the plain reference, one expert after another; grouped: grouped matrix products. auto: grouped on a GPU."""
     dispatch_backend: Literal["auto", "local", "allgather_reducescatter", "all_to_all"] = "auto"
     """How rows travel to their experts: allgather_reducescatter sends each token to every rank, all_to_all only to the
-    ranks of its experts. auto: local for one rank, allgather_reducescatter for several."""
+    ranks of its experts. auto: local for one rank, allgather_reducescatter for several (docs/dispatch.md)."""
     num_adapter_slots: int = Field(default=32, ge=1, le=1024)
     """Adapters that may be active at once."""
     max_adapter_bytes: int = Field(default=0, ge=0)
