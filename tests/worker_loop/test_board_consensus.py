@@ -45,25 +45,27 @@ class Ranks:
         StepBoard.create(self.path, NAME, num_ranks)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["compute_worker.board_consensus"])
-        self.results: Any = context.Queue()
+        # One a rank: who is killed while it writes to a queue leaves it locked.
+        self.results: list[Any] = [context.Queue() for _ in range(num_ranks)]
         self._identities = [context.Queue() for _ in range(num_ranks)]
-        self._seats: Any = context.Queue()
+        self._seats: list[Any] = [context.Queue() for _ in range(num_ranks)]
         self._context = context
         self.processes: list[Any] = []
 
     def start(self, function: Callable[..., None]) -> None:
         for ep_rank in range(self.num_ranks):
             arguments = (self.path, ep_rank, self.num_ranks, self.timeout_seconds)
-            queues = (self._seats, self._identities[ep_rank], self.results)
+            queues = (self._seats[ep_rank], self._identities[ep_rank], self.results[ep_rank])
             self.processes.append(self._context.Process(target=enter, args=(function, arguments, queues)))
         for process in self.processes:
             process.start()
-        seats = dict(self._seats.get(timeout=FOREVER) for _ in self.processes)
+        seats = [queue.get(timeout=FOREVER) for queue in self._seats]
         for queue in self._identities:
-            queue.put([seats[rank] for rank in range(self.num_ranks)])
+            queue.put(seats)
 
-    def get(self) -> Any:
-        return self.results.get(timeout=FOREVER)
+    def get(self, *ranks: int) -> list[Any]:
+        """One result of each of these ranks."""
+        return [self.results[rank].get(timeout=FOREVER) for rank in ranks]
 
     def end(self) -> None:
         for process in self.processes:
@@ -74,7 +76,7 @@ class Ranks:
 def enter(function: Callable[..., None], arguments: tuple[Path, int, int, float], queues: tuple[Any, Any, Any]) -> None:
     path, ep_rank, num_ranks, timeout_seconds = arguments
     seats, identities, results = queues
-    seats.put((ep_rank, ProcessIdentity.of_self()))
+    seats.put(ProcessIdentity.of_self())
     consensus = BoardConsensus(
         open_board(path, ep_rank, num_ranks),
         ep_rank=ep_rank,
@@ -129,7 +131,7 @@ def test_ranks_hear_each_other_a_thousand_times(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, 3, FOREVER)
     try:
         ranks.start(exchange_many)
-        assert [ranks.get() for _ in range(3)] == [0, 0, 0]
+        assert ranks.get(0, 1, 2) == [0, 0, 0]
     finally:
         ranks.end()
 
@@ -139,10 +141,10 @@ def test_a_lost_rank_is_named(tmp_path: Path, number: signal.Signals, text: str)
     ranks = Ranks(tmp_path, 3, FOREVER if number == signal.SIGKILL else 5.0)
     try:
         ranks.start(exchange_until_lost)
-        assert sorted(ranks.get() for _ in range(3)) == [0, 1, 2]
+        assert ranks.get(0, 1, 2) == [0, 1, 2]
         os.kill(ranks.processes[1].pid, number)
-        lost = [ranks.get() for _ in range(2)]
-        assert sorted(item[0] for item in lost) == [0, 2]
+        lost = ranks.get(0, 2)
+        assert [item[0] for item in lost] == [0, 2]
         for _, reason, message, seconds in lost:
             assert reason == "RANK_LOST"
             assert "rank 1" in message
@@ -160,7 +162,7 @@ def test_idle_ranks_rest_and_wake_each_other(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, 2, FOREVER)
     try:
         ranks.start(rest_and_exchange)
-        for busy, woke_after in [ranks.get() for _ in range(2)]:
+        for busy, woke_after in ranks.get(0, 1):
             assert busy < 0.05
             assert woke_after < FOREVER / 2
     finally:
