@@ -147,12 +147,13 @@ def _check_halves(halves: dict[str, dict[str, TensorEntry]]) -> None:
             reason="MISSING_PAIR_HALF",
             metadata={"tensor": single[0]},
         )
-    empty = [
-        [tensor.name for tensor in sides.values() if tensor.size_bytes == 0]
+    names = [
+        tensor.name
         for sides in halves.values()
-        if any(tensor.size_bytes for tensor in sides.values())
+        for tensor in sides.values()
+        if tensor.size_bytes == 0 and any(other.size_bytes for other in sides.values())
     ]
-    if names := [name for sides in empty for name in sides]:
+    if names:
         raise empty_tensors(names)
 
 

@@ -8,6 +8,7 @@ are in the model's own order.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from epilora.adapters.checks import check_linear
@@ -27,6 +28,34 @@ class ExpertModule:
     expert: int
     projection: Projection
     layout: ExpertLayout
+
+
+@functools.cache
+def _numbers(count: int) -> dict[str, int]:
+    return {str(number): number for number in range(count)}
+
+
+class KnownExperts:
+    """The experts found so far, and those beside them: their names differ in the number alone."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str], tuple[ExpertModule, dict[str, int]]] = {}
+        """(path of the experts as the file has it, name of the projection) -> one of them, and all numbers."""
+
+    def find(self, module: str) -> tuple[ExpertModule, int] | None:
+        """An expert beside that of a module path, and the number of the one meant; None if none was added."""
+        path, _, last = module.rpartition(".")
+        path, _, middle = path.rpartition(".")
+        beside, numbers = self._found.get((path, last), (None, {}))
+        number = numbers.get(middle)
+        return None if beside is None or number is None else (beside, number)
+
+    def add(self, module: str, expert: ExpertModule) -> None:
+        """Notes an expert, where its number is the last segment but one."""
+        path, _, last = module.rpartition(".")
+        path, _, middle = path.rpartition(".")
+        if expert.layout is ExpertLayout.PER_EXPERT and middle == str(expert.expert):
+            self._found[path, last] = (expert, _numbers(expert.moe.num_experts))
 
 
 _LISTS = {"gate_up_projs": Projection.GATE_UP, "up_projs": Projection.UP, "down_projs": Projection.DOWN}
@@ -78,8 +107,8 @@ def resolve_expert_pair(pair: Pair, found: ExpertModule, config: PeftConfig) -> 
     """
     lora_rank = check_linear(pair, *features_of(found.moe, found.projection), config)
     return LoraPair(
-        a=Region.whole(pair.a),
-        b=Region.whole(pair.b),
+        a=Region(tensor=pair.a, row_begin=0, row_end=lora_rank),
+        b=Region(tensor=pair.b, row_begin=0, row_end=pair.b.shape[0]),
         lora_rank=lora_rank,
         scale=config.scale_of(pair.module, lora_rank),
     )

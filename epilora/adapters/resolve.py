@@ -11,7 +11,7 @@ from epilora.adapters.layout_hints import NO_HINTS, LayoutHints
 from epilora.adapters.normal_form import AdapterTarget, ExpertLayout, LoraPair, NormalForm, Region
 from epilora.adapters.packed import PackedModule, is_absent_gate, match_packed, rank_key, resolve_packed
 from epilora.adapters.peft_config import PeftConfig
-from epilora.adapters.per_expert import match_expert, resolve_expert_pair
+from epilora.adapters.per_expert import ExpertModule, KnownExperts, match_expert, resolve_expert_pair
 from epilora.adapters.safetensors_header import SafetensorsHeader, TensorEntry
 from epilora.adapters.stacked import StackedModule, match_stacked, resolve_stacked
 from epilora.errors import AdapterFormatError
@@ -32,6 +32,7 @@ class _Found:
     """Layouts seen, and the first tensor of each."""
     absent: list[str] = field(default_factory=list)
     """Empty tensors that stand for a projection which the family does not have."""
+    known: KnownExperts = field(default_factory=KnownExperts)
     stacked: list[tuple[StackedModule, Pair]] = field(default_factory=list)
     dense: dict[str, LoraPair] = field(default_factory=dict)
     left_over: list[TensorEntry] = field(default_factory=list)
@@ -98,6 +99,10 @@ def resolve_adapter(
 
 
 def _place(pair: Pair, target: AdapterTarget, config: PeftConfig, found: _Found) -> None:
+    known = None if pair.is_empty else found.known.find(pair.module)
+    if known is not None:
+        _place_expert(pair, *known, config, found)
+        return
     module = _renamed(pair.module, target)
     if pair.is_empty:
         if not is_absent_gate(module, target):
@@ -106,11 +111,8 @@ def _place(pair: Pair, target: AdapterTarget, config: PeftConfig, found: _Found)
         return
     expert = match_expert(module, target)
     if expert is not None:
-        found.claim((expert.moe.layer, expert.projection, expert.expert), pair)
-        found.layouts.setdefault(expert.layout, pair.a.name)
-        resolved = resolve_expert_pair(pair, expert, config)
-        found.experts.setdefault((expert.moe.layer, expert.projection), {})[expert.expert] = resolved
-        found.note_rank(pair.module, config.ranks.value_of(pair.module), resolved.lora_rank)
+        found.known.add(pair.module, expert)
+        _place_expert(pair, expert, expert.expert, config, found)
         return
     stacked = match_stacked(module, target)
     if stacked is not None:
@@ -128,6 +130,16 @@ def _place(pair: Pair, target: AdapterTarget, config: PeftConfig, found: _Found)
         return
     found.claim(module, pair)
     found.dense[module] = _dense_pair(pair, dense, config, found)
+
+
+def _place_expert(pair: Pair, module: ExpertModule, expert: int, config: PeftConfig, found: _Found) -> None:
+    """An expert of the module's layer and projection."""
+    place = (module.moe.layer, module.projection)
+    found.claim((*place, expert), pair)
+    found.layouts.setdefault(module.layout, pair.a.name)
+    resolved = resolve_expert_pair(pair, module, config)
+    found.experts.setdefault(place, {})[expert] = resolved
+    found.note_rank(pair.module, config.ranks.value_of(pair.module), resolved.lora_rank)
 
 
 def _place_packed(pair: Pair, packed: PackedModule, target: AdapterTarget, config: PeftConfig, found: _Found) -> None:
