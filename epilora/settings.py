@@ -111,6 +111,8 @@ class LoaderSettings(CommonSettings):
     """Directory of the slice cache; owned by one loader."""
     cache_budget_bytes: int = Field(default=8 << 30, ge=1 << 20)
     """Bytes the slice cache may use."""
+    cache_idle_bytes: int = Field(default=0, ge=0)
+    """Bytes of it that slices of unloaded adapters may keep, for a load of the same files; 0: an unload frees them."""
     adapter_roots: list[Path] = Field(default_factory=list)
     """Directories under which adapters may lie. Empty: none may be loaded."""
     max_header_bytes: int = Field(default=32 << 20, ge=1024)

@@ -1,8 +1,9 @@
 """The slice cache: a directory in shared memory that one loader owns, with a byte budget and leases.
 
 An entry is a directory of slice files, named by a digest. It is written under another name and renamed when it is
-whole, so that a reader never sees a part. It is removed when its last lease is given back. What a loader that died
-left behind is removed by the next one at its start.
+whole, so that a reader never sees a part. When its last lease is given back it is idle: removed, unless idle entries
+may be kept. Of those the first to go is the one that is cheapest to build again for its size, and was not used for
+long. What a loader that died left behind is removed by the next one at its start.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ class BuiltSlices:
 class _Entry:
     built: BuiltSlices
     size_bytes: int
+    seconds: float
+    """That its build took."""
     leases: set[str] = field(default_factory=set)
+    priority: float = 0.0
+    """Of an idle entry: the lowest goes first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,9 +67,16 @@ class CacheState:
 class SliceCache:
     """Thread-safe. `open` it before use."""
 
-    def __init__(self, directory: Path, budget_bytes: int) -> None:
+    def __init__(self, directory: Path, budget_bytes: int, *, idle_bytes: int = 0) -> None:
+        """Args:
+        directory: in shared memory, this loader's own.
+        budget_bytes: that all entries may take.
+        idle_bytes: that entries without leases may take of it; 0: they are removed.
+        """
         self._directory = directory
         self._budget_bytes = budget_bytes
+        self._idle_bytes = idle_bytes
+        self._clock = 0.0
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
         self._entry_of_lease: dict[str, str] = {}
@@ -119,13 +131,15 @@ class SliceCache:
             ResourceExhaustedError: reason CACHE_FULL; over the budget, or no room in the filesystem.
         """
         self._reserve(size_bytes)
+        start = time.monotonic()
         unfinished = self._directory / f"{_UNFINISHED}{uuid.uuid4().hex}"
         try:
             unfinished.mkdir(mode=0o700)
             built = write(unfinished)
             with self._lock:
                 unfinished.rename(self.path_of(entry_id))
-                self._entries[entry_id] = _Entry(built=built, size_bytes=size_bytes)
+                seconds = time.monotonic() - start
+                self._entries[entry_id] = _Entry(built=built, size_bytes=size_bytes, seconds=seconds)
                 self._num_builds += 1
                 self._add_lease(entry_id, lease)
         except BaseException:
@@ -153,7 +167,7 @@ class SliceCache:
             return entry.built
 
     def release(self, lease: str) -> int:
-        """Gives a lease back, and removes the entry if it was the last. Returns the bytes removed. Idempotent."""
+        """Gives a lease back; with the last one, its entry is idle. Returns the bytes removed. Idempotent."""
         with self._lock:
             entry_id = self._entry_of_lease.pop(lease, None)
             if entry_id is None:
@@ -162,15 +176,11 @@ class SliceCache:
             entry.leases.discard(lease)
             if entry.leases:
                 return 0
-            # Out of the way first: a new build of the same entry may publish while the files are being removed.
-            trash = self._directory / f"{_TRASH}{uuid.uuid4().hex}"
-            with suppress(FileNotFoundError):
-                self.path_of(entry_id).rename(trash)
-            del self._entries[entry_id]
-        shutil.rmtree(trash, ignore_errors=True)
-        with self._lock:
-            self._used_bytes -= entry.size_bytes
-        return entry.size_bytes
+            # GreedyDual: the clock is the priority of the last entry that went, so that what is not used ages.
+            entry.priority = self._clock + entry.seconds / entry.size_bytes
+            idle = sum(other.size_bytes for other in self._entries.values() if not other.leases)
+            trash = self._evict(idle - self._idle_bytes)
+        return self._remove(trash)
 
     def state(self) -> CacheState:
         """Numbers now."""
@@ -193,7 +203,44 @@ class SliceCache:
             del self._entry_of_lease[lease]
         self._used_bytes -= entry.size_bytes
 
+    def _evict(self, num_bytes: int) -> list[tuple[Path, int]]:
+        """Takes idle entries of at least so many bytes out of the way, as far as there are any. Needs the lock.
+
+        Out of the way first: a new build of the same entry may publish while the files are being removed.
+        """
+        trash: list[tuple[Path, int]] = []
+        idle = [entry_id for entry_id, entry in self._entries.items() if not entry.leases]
+        for entry_id in sorted(idle, key=lambda entry_id: self._entries[entry_id].priority):
+            if num_bytes <= 0:
+                break
+            entry = self._entries.pop(entry_id)
+            path = self._directory / f"{_TRASH}{uuid.uuid4().hex}"
+            with suppress(FileNotFoundError):
+                self.path_of(entry_id).rename(path)
+            trash.append((path, entry.size_bytes))
+            self._clock = max(self._clock, entry.priority)
+            num_bytes -= entry.size_bytes
+        return trash
+
+    def _remove(self, trash: list[tuple[Path, int]]) -> int:
+        """Removes what was taken out of the way, without the lock. Returns the bytes."""
+        for path, _ in trash:
+            shutil.rmtree(path, ignore_errors=True)
+        num_bytes = sum(size for _, size in trash)
+        with self._lock:
+            self._used_bytes -= num_bytes
+        return num_bytes
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Removes idle entries that a build of so many bytes needs gone."""
+        status = os.statvfs(self._directory)
+        with self._lock:
+            over_budget = self._used_bytes + size_bytes - self._budget_bytes
+            trash = self._evict(max(over_budget, size_bytes - status.f_bavail * status.f_frsize))
+        self._remove(trash)
+
     def _reserve(self, size_bytes: int) -> None:
+        self._make_room(size_bytes)
         status = os.statvfs(self._directory)
         free_bytes = status.f_bavail * status.f_frsize
         with self._lock:

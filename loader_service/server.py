@@ -26,7 +26,7 @@ class LoaderServer:
 
     def __init__(self, settings: LoaderSettings) -> None:
         self._settings = settings
-        self._cache = SliceCache(settings.cache_dir, settings.cache_budget_bytes)
+        self._cache = SliceCache(settings.cache_dir, settings.cache_budget_bytes, idle_bytes=settings.cache_idle_bytes)
         self.builds = SliceBuilds(settings, self._cache)
         self._server: Server | None = None
 

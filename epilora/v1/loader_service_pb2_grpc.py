@@ -68,7 +68,7 @@ class LoaderServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseSlices(self, request, context):
-        """Gives a lease back. An entry without leases is removed. A lease that is not known is not an error.
+        """Gives a lease back. An entry without leases is removed or kept idle. A lease that is not known is no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

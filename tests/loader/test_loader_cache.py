@@ -24,7 +24,8 @@ from epilora.model_spec import ModelSpec
 from epilora.placement import ExpertPlacement
 from epilora.rpc import make_channel
 from epilora.v1 import loader_service_pb2 as pb
-from loader_service.cache import SliceCache
+from epilora.v1 import types_pb2
+from loader_service.cache import BuiltSlices, SliceCache
 from loader_service.writer import BuildProgress, WriteResult, write_slices
 from tests.loader.loader_harness import LoaderClient, build_request, loader_settings, running_loader
 from tests.unit.epilora_adapters import write_adapter
@@ -185,6 +186,60 @@ async def test_budget(tmp_path: Path, model: ModelSpec) -> None:
         assert (state.num_entries, state.used_bytes) == (1, sum(piece.size_bytes for piece in first.slices))
         await loader.release(first.lease_id)
         assert (await loader.build(build_request(small[1], model, placement))).slices
+
+
+async def test_idle_entries_stay_within_their_bytes(tmp_path: Path, model: ModelSpec) -> None:
+    placement = ExpertPlacement.make("linear", model, 2)
+    adapters = [_big_adapter(tmp_path / "adapters" / name, lora_rank=2, seed=seed) for seed, name in enumerate("abc")]
+    requests = [build_request(adapter, model, placement) for adapter in adapters]
+    settings = loader_settings(tmp_path, [tmp_path / "adapters"], cache_idle_bytes=8 << 20, cache_budget_bytes=17 << 19)
+    async with running_loader(settings) as loader:
+        results = [await loader.build(request) for request in requests[:2]]
+        size = sum(piece.size_bytes for piece in results[0].slices)
+        assert 2 * size < 8 << 20 < 3 * size, "two idle entries fit, three do not"
+        for result in results:
+            assert await loader.release(result.lease_id) == 0
+        state = await loader.cache()
+        assert (state.num_entries, state.num_leases, state.used_bytes) == (2, 0, 2 * size)
+        again = await loader.build(requests[0])
+        assert again.report.cache_hit
+        assert again.slices == results[0].slices
+        third = await loader.build(requests[2])
+        assert all(Path(piece.path).exists() for piece in again.slices), "an entry in use stays"
+        state = await loader.cache()
+        assert (state.num_entries, state.num_builds, state.used_bytes) == (2, 3, 2 * size), "the idle one made room"
+        await loader.release(again.lease_id)
+        await loader.release(third.lease_id)
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_the_entry_that_is_cheapest_to_build_for_its_size_goes_first(tmp_path: Path) -> None:
+    cache = SliceCache(tmp_path / "cache", 100, idle_bytes=60)
+    cache.open()
+
+    def build(name: str, size: int, seconds: float) -> None:
+        def write(directory: Path) -> BuiltSlices:
+            (directory / "file").write_bytes(b"x" * size)
+            time.sleep(seconds)
+            return BuiltSlices(adapter_digest=name, slices=(), report=types_pb2.AdapterLoadReport())
+
+        cache.build(name * 32, size, write, lease=name)
+
+    try:
+        build("a", 30, 0.3)
+        build("b", 30, 0.02)
+        build("c", 30, 0.1)
+        assert [cache.release(lease) for lease in "abc"] == [0, 0, 30]
+        assert cache.lease("b" * 32, "again") is None
+        assert cache.lease("a" * 32, "again") is not None
+        assert cache.state().used_bytes == 60
+        # a is in use: only c can make room.
+        build("d", 60, 0.0)
+        assert cache.lease("c" * 32, "x") is None
+        with pytest.raises(ResourceExhaustedError):
+            build("e", 30, 0.0)
+    finally:
+        cache.close()
 
 
 async def test_a_file_changed_in_place_is_another_entry(tmp_path: Path, model: ModelSpec) -> None:
