@@ -6,7 +6,10 @@ family that transformers knows, and whose experts go through its experts interfa
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from compute_worker.experts_modules import experts_modules, shape_of
-from epilora.errors import InvalidArgumentError
+from epilora.errors import EpiloraError, InvalidArgumentError
 from epilora.families import SIZED_FAMILIES, family_of
 from epilora.model_spec import DenseModuleSpec, ModelDescription, ModelSpec, MoELayerSpec
 
@@ -153,3 +156,15 @@ def _dense_modules(model: PreTrainedModel, moe_layers: tuple[MoELayerSpec, ...])
             DenseModuleSpec(module=family.lm_head_path, in_features=head.in_features, out_features=head.out_features)
         )
     return tuple(found)
+
+
+def main() -> None:
+    """Prints the description of one checkpoint's model as a line of JSON, or its error; for processes without torch."""
+    try:
+        print(json.dumps(dataclasses.asdict(describe_model(Path(sys.argv[1])))))
+    except EpiloraError as error:
+        print(json.dumps({"error": error.message, "reason": error.reason}))
+
+
+if __name__ == "__main__":
+    main()

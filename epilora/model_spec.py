@@ -59,6 +59,16 @@ class ModelDescription:
     max_position_embeddings: int
     dense_modules: tuple[DenseModuleSpec, ...]
 
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> ModelDescription:
+        """Reverse of dataclasses.asdict, through JSON."""
+        layers = tuple(
+            MoELayerSpec(**{**layer, "gate_up_layout": GateUpLayout(layer["gate_up_layout"])})
+            for layer in values["moe_layers"]
+        )
+        dense = tuple(DenseModuleSpec(**module) for module in values["dense_modules"])
+        return cls(**{**values, "moe_layers": layers, "dense_modules": dense})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:

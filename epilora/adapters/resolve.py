@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from epilora.adapters.checks import check_linear
-from epilora.adapters.keys import Pair, empty_tensors, named, pair_tensors
+from epilora.adapters.keys import Pair, PairedTensors, empty_tensors, named, pair_tensors
 from epilora.adapters.layout_hints import NO_HINTS, LayoutHints
 from epilora.adapters.normal_form import AdapterTarget, ExpertLayout, LoraPair, NormalForm, Region
 from epilora.adapters.packed import PackedModule, is_absent_gate, match_packed, rank_key, resolve_packed
@@ -60,6 +60,7 @@ def resolve_adapter(
     max_lora_rank: int,
     allow_partial: bool = False,
     hints: LayoutHints = NO_HINTS,
+    paired: PairedTensors | None = None,
 ) -> NormalForm:
     """Finds what every tensor of an adapter is for.
 
@@ -70,11 +71,12 @@ def resolve_adapter(
         max_lora_rank: largest lora_rank accepted.
         allow_partial: leave out tensors that fit nothing in this model, instead of refusing the adapter.
         hints: what the caller says where the file is ambiguous.
+        paired: the header's pairs, if the caller has them.
 
     Raises:
         AdapterFormatError: see docs/adapters.md for the reasons.
     """
-    paired = pair_tensors(header.tensors)
+    paired = paired or pair_tensors(header.tensors)
     found = _Found(left_over=list(paired.others))
     for pair in paired.pairs:
         _place(pair, target, config, found)

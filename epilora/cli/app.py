@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from epilora import __version__
-from epilora.cli import adapters, generate, plan, serve, status
+from epilora.cli import adapters, generate, inspect, plan, serve, status
 
 app = typer.Typer(
     name="epilora",
@@ -17,6 +17,8 @@ app = typer.Typer(
 app.add_typer(adapters.app, name="adapter")
 app.command()(generate.generate)
 app.command()(plan.plan)
+app.command()(inspect.inspect)
+app.command()(inspect.convert)
 app.command()(serve.serve)
 app.command()(status.status)
 

@@ -1,0 +1,239 @@
+"""What is in an adapter, from its headers alone: by its names, and against a model if one is given."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from epilora.adapters.keys import Pair, pair_tensors
+from epilora.adapters.layout_hints import NO_HINTS, LayoutHints
+from epilora.adapters.normal_form import NormalForm
+from epilora.adapters.open_adapter import OpenAdapter
+from epilora.adapters.slice_plan import SliceSpec, plan_slices
+from epilora.errors import EpiloraError
+from epilora.families import Projection
+from epilora.load_spec import MoEEPLoadSpec
+from epilora.model_spec import ModelSpec
+from epilora.placement import ExpertPlacement
+from epilora.slices import LAYOUT_VERSION, SliceMetadata
+
+# What a name shows of the family it was trained on: first the most telling ones.
+_SIGNS: Sequence[tuple[str, tuple[str, ...]]] = (
+    ("mixer.experts", ("nemotron_h",)),
+    ("block_sparse_moe", ("mixtral", "minimax_m2")),
+    ("gate_up_projs", ("gpt_oss",)),
+    ("mlp.router", ("gpt_oss",)),
+    ("feed_forward.", ("llama4_text", "jamba")),
+    ("linear_attn", ("qwen3_next", "qwen3_5_moe")),
+    ("kv_a_proj_with_mqa", ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")),
+    ("mlp.shared_experts", ("deepseek_v2", "deepseek_v3", "glm4_moe", "dots1", "ernie4_5_moe")),
+    ("mlp.shared_expert", ("qwen2_moe", "qwen3_next", "qwen3_5_moe")),
+    ("mlp.experts", ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "deepseek_v3", "glm4_moe")),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """Why a service would refuse the adapter."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleGroup:
+    """Pairs whose paths differ in layer and expert only."""
+
+    path: str
+    """With * for each number."""
+    num_pairs: int
+    lora_ranks: tuple[int, ...]
+    """Seen in A's first dimension, ascending; E*r for stacked experts."""
+    num_bytes: int
+
+
+@dataclass(kw_only=True, slots=True)
+class Inspection:
+    """The findings."""
+
+    path: str
+    producer: str = ""
+    base_model: str = ""
+    num_tensors: int = 0
+    file_bytes: int = 0
+    dtypes: tuple[str, ...] = ()
+    groups: tuple[ModuleGroup, ...] = ()
+    likely_families: tuple[str, ...] = ()
+    names_by_layer: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    """Layer -> expert -> pairs, by names with an expert's number."""
+    model: str = ""
+    layout: str = ""
+    experts_by_layer: Mapping[int, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Layer -> projection -> experts with a pair (with a model)."""
+    num_experts: int = 0
+    dense_modules: tuple[str, ...] = ()
+    bytes_per_rank: tuple[int, ...] = ()
+    placement: str = ""
+    ignored: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    refusal: Refusal | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """For machines."""
+        return {
+            "path": self.path,
+            "producer": self.producer,
+            "base_model": self.base_model,
+            "num_tensors": self.num_tensors,
+            "file_bytes": self.file_bytes,
+            "dtypes": list(self.dtypes),
+            "modules": [
+                {
+                    "path": group.path,
+                    "num_pairs": group.num_pairs,
+                    "lora_ranks": list(group.lora_ranks),
+                    "num_bytes": group.num_bytes,
+                }
+                for group in self.groups
+            ],
+            "likely_families": list(self.likely_families),
+            "model": self.model,
+            "expert_layout": self.layout,
+            "experts": {
+                str(layer): {projection: list(experts) for projection, experts in by_projection.items()}
+                for layer, by_projection in self.experts_by_layer.items()
+            },
+            "dense_modules": list(self.dense_modules),
+            "placement": self.placement,
+            "bytes_per_rank": list(self.bytes_per_rank),
+            "ignored_tensors": list(self.ignored),
+            "warnings": list(self.warnings),
+            "refused": None
+            if self.refusal is None
+            else {"reason": self.refusal.reason, "message": self.refusal.message},
+        }
+
+
+def inspect_adapter(
+    adapter: OpenAdapter,
+    *,
+    model: ModelSpec | None = None,
+    num_ranks: int = 1,
+    placement: str = "linear",
+    allow_partial: bool = False,
+    hints: LayoutHints = NO_HINTS,
+) -> Inspection:
+    """Looks at an adapter's names and shapes; a refusal is a finding, not an error.
+
+    Args:
+        adapter: open.
+        model: what it would be loaded into; None: names alone.
+        num_ranks: expert-parallel ranks that bytes are counted for.
+        placement: see ExpertPlacement.make.
+        allow_partial: as in LoadAdapterRequest.
+        hints: as in LoadAdapterRequest.
+
+    Raises:
+        InvalidArgumentError, NotFoundError: the placement is no placement of the model.
+    """
+    found = Inspection(path=str(adapter.path))
+    found.num_tensors = len(adapter.header.tensors)
+    found.file_bytes = adapter.header.file_bytes
+    found.dtypes = tuple(sorted({tensor.dtype for tensor in adapter.header.tensors}))
+    try:
+        config = adapter.config()
+        found.producer, found.base_model, found.warnings = config.peft_version, config.base_model, config.warnings
+        paired = pair_tensors(adapter.header.tensors)
+        _look_at_names(paired.pairs, found)
+        if model is not None:
+            form = adapter.resolve(model, allow_partial=allow_partial, hints=hints, paired=paired)
+            _look_at_form(form, model, ExpertPlacement.make(placement, model, num_ranks), found)
+    except EpiloraError as error:
+        if error.reason in ("BAD_PLACEMENT", "PLACEMENT_NOT_FOUND"):
+            raise
+        found.refusal = Refusal(reason=error.reason, message=error.message)
+    return found
+
+
+def _look_at_names(pairs: Sequence[Pair], found: Inspection) -> None:
+    counts: Counter[str] = Counter()
+    ranks: defaultdict[str, set[int]] = defaultdict(set)
+    sizes: Counter[str] = Counter()
+    by_layer: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for pair in pairs:
+        parts = pair.module.split(".")
+        path = ".".join(["*" if part.isdigit() else part for part in parts])
+        counts[path] += 1
+        ranks[path].add(pair.a.shape[0] if pair.a.shape else 0)
+        sizes[path] += pair.a.size_bytes + pair.b.size_bytes
+        layer, expert = _number_after("layers", parts), _number_after("experts", parts)
+        if layer is not None and expert is not None:
+            by_layer[layer][expert] += 1
+    found.groups = tuple(
+        ModuleGroup(path=path, num_pairs=count, lora_ranks=tuple(sorted(ranks[path])), num_bytes=sizes[path])
+        for path, count in sorted(counts.items())
+    )
+    found.names_by_layer = {layer: dict(by_layer[layer]) for layer in sorted(by_layer)}
+    found.likely_families = next((families for sign, families in _SIGNS if any(sign in path for path in counts)), ())
+
+
+def _number_after(name: str, parts: Sequence[str]) -> int | None:
+    """The first number behind a part of a path, if it is one a model may have."""
+    if name not in parts:
+        return None
+    number = next((part for part in parts[parts.index(name) :] if part.isdigit()), "")
+    return int(number) if 0 < len(number) < 6 and number.isascii() else None
+
+
+def _look_at_form(form: NormalForm, model: ModelSpec, placement: ExpertPlacement, found: Inspection) -> None:
+    found.model, found.placement = model.name, placement.strategy
+    found.layout, found.num_experts = form.expert_layout.value, max(layer.num_experts for layer in model.moe_layers)
+    experts: defaultdict[int, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    for (layer, projection), by_expert in form.experts.items():
+        experts[layer][projection.value] = tuple(by_expert)
+    found.experts_by_layer = dict(sorted(experts.items()))
+    found.dense_modules, found.ignored = tuple(form.dense), form.ignored
+    found.warnings = form.warnings
+    specs = [
+        SliceSpec(layers=spec.layers, metadata=_metadata(spec))
+        for spec in (MoEEPLoadSpec.make(model, placement, rank) for rank in range(placement.num_ranks))
+    ]
+    found.bytes_per_rank = tuple(layout.tensor_bytes for layout in plan_slices(form, specs).layouts)
+
+
+def _metadata(spec: MoEEPLoadSpec) -> SliceMetadata:
+    return SliceMetadata(
+        layout_version=LAYOUT_VERSION,
+        model_digest=spec.model_digest,
+        placement_id=spec.placement_id,
+        ep_rank=spec.ep_rank,
+        adapter_digest="",
+    )
+
+
+def coverage(found: Inspection) -> tuple[int, Mapping[int, Sequence[float]]]:
+    """(experts, layer -> part of each expert's projections that has a pair), for a picture.
+
+    With a model: what it resolves to. Without: the names that have an expert's number.
+    """
+    if found.experts_by_layer:
+        names = [projection for by in found.experts_by_layer.values() for projection in by]
+        most = 2 if Projection.GATE_UP in names or Projection.GATE not in names else 3
+        layers = {
+            layer: [
+                min(1.0, sum(expert in experts for experts in map(set, by_projection.values())) / most)
+                for expert in range(found.num_experts)
+            ]
+            for layer, by_projection in found.experts_by_layer.items()
+        }
+        return found.num_experts, layers
+    if not found.names_by_layer:
+        return 0, {}
+    num_experts = min(4096, max(expert for by_expert in found.names_by_layer.values() for expert in by_expert) + 1)
+    most = max(count for by_expert in found.names_by_layer.values() for count in by_expert.values())
+    return num_experts, {
+        layer: [by_expert.get(expert, 0) / most for expert in range(num_experts)]
+        for layer, by_expert in found.names_by_layer.items()
+    }

@@ -1,0 +1,136 @@
+"""`epilora inspect` and `epilora convert`: what is in an adapter, and the same adapter in another layout."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from epilora.adapters.convert import ConvertedLayout, convert_adapter
+from epilora.adapters.inspection import Inspection, coverage, inspect_adapter
+from epilora.adapters.layout_hints import LayoutHints
+from epilora.adapters.open_adapter import open_adapter
+from epilora.cli.client import EXIT_REFUSED, console, fail, format_bytes
+from epilora.cli.model import read_model
+from epilora.errors import EpiloraError
+
+_SHADES = " ░▒▓█"
+_MAX_COLUMNS = 64
+_MAX_LISTED = 20
+
+Adapter = Annotated[Path, typer.Argument(help="Directory with adapter_config.json and the weights.")]
+Swapped = Annotated[
+    bool | None,
+    typer.Option("--swapped/--not-swapped", help="In and out of stacked experts, where the file does not say it."),
+]
+RankFromShape = Annotated[bool, typer.Option(help="Stacked experts are all of the model's, whatever rank it says.")]
+AllowPartial = Annotated[bool, typer.Option(help="Accept tensors that fit nothing in the model.")]
+
+
+def inspect(
+    adapter: Adapter,
+    model: Annotated[Path | None, typer.Option(help="Checkpoint that it would be loaded into.")] = None,
+    ep: Annotated[int, typer.Option(min=1, max=4096, help="Expert-parallel ranks to count bytes for.")] = 1,
+    placement: Annotated[str, typer.Option(help="linear, round_robin, or a JSON file.")] = "linear",
+    allow_partial: AllowPartial = False,
+    swapped: Swapped = None,
+    rank_from_shape: RankFromShape = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Shows what is in an adapter, and whether it would be served. Reads headers only; exit code 1: it would not."""
+    # Tens of thousands of small objects, all of which live to the end: nothing to collect.
+    gc.disable()
+    try:
+        spec = None if model is None else read_model(model)
+        hints = LayoutHints(swapped=swapped, expert_rank_from_shape=rank_from_shape)
+        with open_adapter(adapter) as opened:
+            found = inspect_adapter(
+                opened, model=spec, num_ranks=ep, placement=placement, allow_partial=allow_partial, hints=hints
+            )
+    except EpiloraError as error:
+        raise fail(error) from None
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        _print(found)
+    if found.refusal is not None:
+        raise typer.Exit(EXIT_REFUSED)
+
+
+def convert(
+    adapter: Adapter,
+    out: Annotated[Path, typer.Argument(help="New directory.")],
+    layout: Annotated[ConvertedLayout, typer.Option(help="What other tools read.")],
+    model: Annotated[Path, typer.Option(help="Checkpoint that the adapter is for.")],
+    swapped: Swapped = None,
+    rank_from_shape: RankFromShape = False,
+) -> None:
+    """Writes an adapter anew, one pair per expert or PEFT's stacked pairs; its deltas stay the same."""
+    try:
+        spec = read_model(model)
+        hints = LayoutHints(swapped=swapped, expert_rank_from_shape=rank_from_shape)
+        with open_adapter(adapter) as opened:
+            num_tensors = convert_adapter(opened, spec, out, layout, hints=hints)
+    except EpiloraError as error:
+        raise fail(error) from None
+    console.print(f"{out}: {num_tensors} tensors, {layout.value}")
+
+
+def _print(found: Inspection) -> None:
+    facts = Table.grid(padding=(0, 2))
+    for name, value in (
+        ("adapter", found.path),
+        ("producer", f"PEFT {found.producer}" if found.producer else "not recorded"),
+        ("trained on", found.base_model or "not recorded"),
+        ("weights", f"{found.num_tensors} tensors, {format_bytes(found.file_bytes)}, {', '.join(found.dtypes)}"),
+        ("families", ", ".join(found.likely_families) or "no experts' names"),
+        ("model", found.model),
+        ("layout", found.layout),
+    ):
+        if value:
+            facts.add_row(Text(name, style="bold"), Text(value))
+    console.print(facts)
+    modules = Table("module", "pairs", "rows of A", "bytes", title="modules", title_justify="left")
+    for group in found.groups[:_MAX_LISTED]:
+        ranks = [str(rank) for rank in group.lora_ranks]
+        shown = ", ".join(ranks) if len(ranks) < 6 else f"{ranks[0]} to {ranks[-1]}"
+        modules.add_row(Text(group.path), str(group.num_pairs), shown, format_bytes(group.num_bytes))
+    if found.groups:
+        console.print(modules)
+    if len(found.groups) > _MAX_LISTED:
+        console.print(f"and {len(found.groups) - _MAX_LISTED} more modules")
+    _print_heat_map(found)
+    if found.bytes_per_rank:
+        ranks_table = Table("EP rank", "bytes", title=f"{found.placement} placement", title_justify="left")
+        for rank, num_bytes in enumerate(found.bytes_per_rank):
+            ranks_table.add_row(str(rank), format_bytes(num_bytes))
+        console.print(ranks_table)
+    for tensor in found.ignored[:_MAX_LISTED]:
+        console.print(Text(f"left out: {tensor}", style="yellow"))
+    for warning in found.warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"))
+    if found.refusal is not None:
+        console.print(Text(f"would be refused ({found.refusal.reason}): {found.refusal.message}", style="bold red"))
+    elif found.model:
+        console.print(Text("would be served", style="bold green"))
+
+
+def _print_heat_map(found: Inspection) -> None:
+    """Layers down, experts across: darker where more of an expert's projections have a pair."""
+    num_experts, layers = coverage(found)
+    if not layers:
+        return
+    width = min(num_experts, _MAX_COLUMNS)
+    console.print(Text(f"experts 0 to {num_experts - 1} across, layers down", style="bold"))
+    for layer, values in layers.items():
+        cells = []
+        for column in range(width):
+            part = values[column * num_experts // width : (column + 1) * num_experts // width]
+            share = sum(part) / len(part)
+            cells.append(_SHADES[0 if share == 0 else max(1, round(share * (len(_SHADES) - 1)))])
+        console.print(Text(f"{layer:4d} |{''.join(cells)}|"))

@@ -1,0 +1,164 @@
+"""`epilora inspect` and `epilora convert`: findings from headers alone, and converted adapters with the same deltas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from epilora.adapters.convert import ConvertedLayout, convert_adapter
+from epilora.adapters.open_adapter import open_adapter
+from epilora.cli.app import app
+from epilora.model_spec import ModelSpec
+from tests.unit.epilora_adapters import AdapterArrays, resolve, write_adapter
+from tests.unit.epilora_layouts import LAYOUTS, reference_deltas, tensors_of
+from tests.unit.epilora_models import write_model
+from tests.unit.test_epilora_layouts import deltas_of
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+
+
+def _run(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def _json(*arguments: object, code: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(_run("inspect", *arguments, "--json", code=code))
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_inspect_says_layout_and_bytes_of_each_rank(tmp_path: Path, layout: str) -> None:
+    model = write_model(tmp_path / "model")
+    tensors, changes = tensors_of(ModelSpec.from_directory(model), layout, 3)
+    adapter = write_adapter(tmp_path / "a", tensors, **changes)
+    found = _json(adapter, "--model", model, "--ep", 3, "--placement", "round_robin")
+    assert (found["expert_layout"], found["refused"], found["num_tensors"]) == (LAYOUTS[layout][0], None, len(tensors))
+    assert all(experts == [0, 1, 2, 3] for by in found["experts"].values() for experts in by.values())
+    # Rank 0 has experts 0 and 3, each other rank one.
+    first, second, third = found["bytes_per_rank"]
+    assert second == third
+    assert first > second > 0
+
+
+def test_inspect_without_a_model_goes_by_names(tmp_path: Path) -> None:
+    adapter = FIXTURES / "adapters" / "peft-0.17.1-transformers-4.57.3" / "mixtral-T-experts_0_2_layer_1"
+    found = _json(adapter)
+    assert found["likely_families"] == ["mixtral", "minimax_m2"]
+    assert {module["path"] for module in found["modules"]} >= {"model.layers.*.block_sparse_moe.experts.*.w1"}
+    assert found["refused"] is None
+    output = _run("inspect", adapter)
+    assert "1 |█ █" in output, output
+
+
+def test_inspect_draws_what_is_touched(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    tensors, changes = tensors_of(ModelSpec.from_directory(model), "F1", 3)
+    some = {name: array for name, array in tensors.items() if "layers.1.mlp.experts.2" in name}
+    adapter = write_adapter(tmp_path / "a", some, **changes)
+    output = _run("inspect", adapter, "--model", model)
+    assert "   1 |  █ |" in output
+    assert "would be served" in output
+
+
+def test_inspect_says_why_an_adapter_would_be_refused(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", hidden_size=16)
+    other = ModelSpec.from_directory(write_model(tmp_path / "other"))
+    tensors, changes = tensors_of(other, "F1", 3)
+    adapter = write_adapter(tmp_path / "a", tensors, **changes)
+    found = _json(adapter, "--model", model, code=1)
+    assert found["refused"]["reason"] == "SHAPE_MISMATCH"
+    assert "would be refused (SHAPE_MISMATCH)" in _run("inspect", adapter, "--model", model, code=1)
+    dora = write_adapter(tmp_path / "dora", tensors, **changes, use_dora=True)
+    assert _json(dora, code=1)["refused"]["reason"] == "UNSUPPORTED_ADAPTER"
+    assert "does not exist" in _run("inspect", tmp_path / "none", code=1)
+
+
+def test_inspect_reads_headers_only(tmp_path: Path) -> None:
+    """A file with a hole for its data: reading it would take long, and a value would be no number."""
+    model = write_model(tmp_path / "model", hidden_size=2048, moe_intermediate_size=768, num_experts=64)
+    spec = ModelSpec.from_directory(model)
+    entries, end = {}, 0
+    for layer in (0, 1):
+        for expert in range(64):
+            for name, inputs, outputs in (("gate_proj", 2048, 768), ("up_proj", 2048, 768), ("down_proj", 768, 2048)):
+                for side, shape in (("A", [16, inputs]), ("B", [outputs, 16])):
+                    key = f"model.layers.{layer}.mlp.experts.{expert}.{name}.lora_{side}.weight"
+                    size = 4 * shape[0] * shape[1]
+                    entries[key] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + size]}
+                    end += size
+    adapter = write_adapter(tmp_path / "a", {"x": np.zeros(1, np.float32)}, r=16)
+    header = json.dumps(entries).encode()
+    with (adapter / "adapter_model.safetensors").open("wb") as stream:
+        stream.write(len(header).to_bytes(8, "little") + header)
+        stream.truncate(8 + len(header) + end)
+    found = _json(adapter, "--model", model, "--ep", 8)
+    assert found["refused"] is None
+    assert len(found["bytes_per_rank"]) == 8
+    assert sum(found["bytes_per_rank"]) >= end
+    assert spec.num_layers == 2
+
+
+@pytest.mark.parametrize("target", ConvertedLayout)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_converted_adapters_have_the_same_deltas(tmp_path: Path, layout: str, target: ConvertedLayout) -> None:
+    model = ModelSpec.from_directory(write_model(tmp_path / "model"))
+    tensors, changes = tensors_of(model, layout, 3)
+    adapter = write_adapter(tmp_path / "a", tensors, **changes)
+    with open_adapter(adapter) as opened:
+        convert_adapter(opened, model, tmp_path / "out", target)
+    form = resolve(tmp_path / "out", model)
+    expected = {"per-expert": "per_expert", "fused": "target_parameters"}[target.value]
+    assert form.expert_layout == expected
+    assert form.warnings == form.rank_differences == ()
+    deltas = deltas_of(form, tmp_path / "out", model)
+    for place, delta in reference_deltas(model, 3).items():
+        np.testing.assert_allclose(deltas[place], delta, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("target", ConvertedLayout)
+def test_converted_ranks_and_scales_are_those_of_the_original(tmp_path: Path, target: ConvertedLayout) -> None:
+    """rank_pattern, alpha_pattern and rsLoRA of a recorded adapter, attention included."""
+    model = FIXTURES / "models" / "qwen3moe-T"
+    adapter = FIXTURES / "adapters" / "peft-0.17.1-transformers-4.57.3" / "qwen3moe-T-ranks"
+    _run("convert", adapter, tmp_path / "out", "--layout", target.value, "--model", model)
+    spec = ModelSpec.from_directory(model)
+    original, converted = resolve(adapter, spec), resolve(tmp_path / "out", spec)
+    expected, got = deltas_of(original, adapter, spec), deltas_of(converted, tmp_path / "out", spec)
+    assert expected.keys() <= got.keys()
+    for place, delta in got.items():
+        wanted = expected.get(place, np.zeros_like(delta))
+        np.testing.assert_allclose(delta, wanted, rtol=1e-5, atol=1e-7, err_msg=str(place))
+    arrays, others = AdapterArrays(adapter), AdapterArrays(tmp_path / "out")
+    assert original.dense.keys() == converted.dense.keys()
+    for module, pair in original.dense.items():
+        np.testing.assert_allclose(others.delta(converted.dense[module]), arrays.delta(pair), rtol=1e-6)
+
+
+def test_convert_writes_no_existing_directory(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    tensors, changes = tensors_of(ModelSpec.from_directory(model), "F3", 3)
+    adapter = write_adapter(tmp_path / "a", tensors, **changes)
+    assert "exists" in _run("convert", adapter, adapter, "--layout", "fused", "--model", model, code=1)
+
+
+def test_peft_reads_a_fused_adapter_as_we_do(tmp_path: Path) -> None:
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    from tests.unit.epilora_merge import load_model
+
+    model = FIXTURES / "models" / "qwen3moe-T"
+    adapter = FIXTURES / "adapters" / "peft-0.17.1-transformers-4.57.3" / "qwen3moe-T-all"
+    _run("convert", adapter, tmp_path / "out", "--layout", "fused", "--model", model)
+    expected = load_file(adapter / "expected.safetensors")
+    loaded = peft.PeftModel.from_pretrained(load_model(model), tmp_path / "out").eval()
+    with torch.no_grad():
+        logits = loaded(expected["input_ids"]).logits
+    torch.testing.assert_close(logits, expected["logits"], atol=1e-4, rtol=1e-4)
