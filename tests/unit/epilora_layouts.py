@@ -2,6 +2,7 @@
 
 The adapter can be expressed in all of them: gate and up of an expert share A, which all experts share; the experts'
 down projections share B. What differs by expert, layer, projection and side is drawn at random, so a swap is seen.
+Experts without a gate have an up projection only.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Values:
         experts, hidden, inner = moe.num_experts, moe.hidden_size, moe.intermediate_size
 
         def some(*shape: int) -> np.ndarray:
-            return generator.standard_normal(shape).astype(np.float32)
+            return (generator.standard_normal(shape) * 0.2).astype(np.float32)
 
         return cls(
             a_gate_up=some(lora_rank, hidden),
@@ -48,6 +49,8 @@ class Values:
 
     def b_gate_up(self, layout: GateUpLayout) -> np.ndarray:
         """[E, 2F, r] in the rows of a model."""
+        if layout is GateUpLayout.NOT_GATED:
+            return self.b_up
         if layout is GateUpLayout.INTERLEAVED:
             return np.stack([self.b_gate, self.b_up], axis=2).reshape(self.b_gate.shape[0], -1, self.b_gate.shape[2])
         assert layout is GateUpLayout.CONCATENATED
@@ -61,11 +64,21 @@ def reference_deltas(model: ModelSpec, lora_rank: int) -> Mapping[tuple[int, str
         values = Values.draw(moe, lora_rank)
         a = values.a_gate_up.astype(np.float64)
         for expert in range(moe.num_experts):
-            deltas[moe.layer, "gate", expert] = scale * values.b_gate[expert].astype(np.float64) @ a
+            if _has_gate(moe):
+                deltas[moe.layer, "gate", expert] = scale * values.b_gate[expert].astype(np.float64) @ a
             deltas[moe.layer, "up", expert] = scale * values.b_up[expert].astype(np.float64) @ a
             down = values.b_down.astype(np.float64) @ values.a_down[expert].astype(np.float64)
             deltas[moe.layer, "down", expert] = scale * down
     return deltas
+
+
+def _has_gate(moe: MoELayerSpec) -> bool:
+    return moe.gate_up_layout is not GateUpLayout.NOT_GATED
+
+
+def first_name(moe: MoELayerSpec) -> str:
+    """Of the stacked parameter of the first projection."""
+    return "gate_up_proj" if _has_gate(moe) else "up_proj"
 
 
 def _pair(module: str, a: np.ndarray, b: np.ndarray) -> Tensors:
@@ -74,10 +87,13 @@ def _pair(module: str, a: np.ndarray, b: np.ndarray) -> Tensors:
 
 def _per_expert(moe: MoELayerSpec, values: Values, names: tuple[str, str, str] = ("gate", "up", "down")) -> Tensors:
     gate, up, down = (name if name.startswith("w") else f"{name}_proj" for name in names)
+    if not _has_gate(moe) and up == "w3":
+        up = "w1"
     tensors: Tensors = {}
     for expert in range(moe.num_experts):
         module = f"{moe.module}.{expert}"
-        tensors |= _pair(f"{module}.{gate}", values.a_gate_up, values.b_gate[expert])
+        if _has_gate(moe):
+            tensors |= _pair(f"{module}.{gate}", values.a_gate_up, values.b_gate[expert])
         tensors |= _pair(f"{module}.{up}", values.a_gate_up, values.b_up[expert])
         tensors |= _pair(f"{module}.{down}", values.a_down[expert], values.b_down)
     return tensors
@@ -86,7 +102,7 @@ def _per_expert(moe: MoELayerSpec, values: Values, names: tuple[str, str, str] =
 def _expert_lists(moe: MoELayerSpec, values: Values) -> Tensors:
     b_gate_up, tensors = values.b_gate_up(moe.gate_up_layout), {}
     for expert in range(moe.num_experts):
-        tensors |= _pair(f"{moe.module}.gate_up_projs.{expert}", values.a_gate_up, b_gate_up[expert])
+        tensors |= _pair(f"{moe.module}.{first_name(moe)}s.{expert}", values.a_gate_up, b_gate_up[expert])
         tensors |= _pair(f"{moe.module}.down_projs.{expert}", values.a_down[expert], values.b_down)
     return tensors
 
@@ -111,12 +127,19 @@ def _stacked(moe: MoELayerSpec, values: Values, *, swapped: bool) -> Tensors:
 def _packed(moe: MoELayerSpec, values: Values) -> Tensors:
     b_gate_up = values.b_gate_up(moe.gate_up_layout)
     return {
-        **_pair(f"{moe.module}.gate_up_proj", _all(moe, values.a_gate_up), b_gate_up),
+        **_pair(f"{moe.module}.{first_name(moe)}", _all(moe, values.a_gate_up), b_gate_up),
         **_pair(f"{moe.module}.down_proj", values.a_down, _all(moe, values.b_down)),
     }
 
 
 def _shared_outer(moe: MoELayerSpec, values: Values) -> Tensors:
+    if not _has_gate(moe):
+        # What a trainer of gated models writes for the projection that is not there.
+        return {
+            **_pair(f"{moe.module}.w1", values.a_gate_up[None], values.b_up),
+            **_pair(f"{moe.module}.w3", np.zeros(0, np.float32), np.zeros(0, np.float32)),
+            **_pair(f"{moe.module}.w2", values.a_down, values.b_down[None]),
+        }
     return {
         **_pair(f"{moe.module}.w1", values.a_gate_up[None], values.b_gate),
         **_pair(f"{moe.module}.w3", values.a_gate_up[None], values.b_up),
@@ -164,6 +187,8 @@ def tensors_of(model: ModelSpec, layout: str, lora_rank: int) -> tuple[Tensors, 
         tensors |= LAYOUTS[layout][1](moe, Values.draw(moe, lora_rank))
     changes: dict[str, Any] = {"r": lora_rank, "lora_alpha": ALPHA}
     if layout.startswith("F2"):
-        changes["target_parameters"] = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        first = model.moe_layers[0]
+        path = first.module.split(f"layers.{first.layer}.")[1]
+        changes["target_parameters"] = [f"{path}.{first_name(first)}", f"{path}.down_proj"]
         changes["peft_version"] = {"F2a": "0.21.2", "F2b": "0.18.1"}[layout]
     return {name: np.ascontiguousarray(array) for name, array in tensors.items()}, changes

@@ -1,0 +1,95 @@
+"""The table of docs/adapters.md: every family with every layout, tried. Run as a script, it writes the table."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent.parent)]
+
+import torch
+from worker_model_families import CONFIGS, RECURRENT, family_config
+from worker_model_layouts import exact_logits, layout_logits
+from worker_model_support import Rank, prompt_tokens, write_model
+
+from epilora.errors import EpiloraError
+
+START, END = "<!-- layout table -->", "<!-- end of layout table -->"
+DOCUMENT = Path(__file__).parent.parent.parent / "docs" / "adapters.md"
+_LAYOUTS: Mapping[str, str] = {
+    "F1": "per_expert",
+    "F6": "per_expert, w1 w2 w3",
+    "F7": "expert_lists",
+    "F2a": "target_parameters",
+    "F2b": "target_parameters, swapped",
+    "F3": "packed",
+    "F4": "shared_outer",
+    "F5": "grouped",
+}
+_OTHERS: Mapping[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 5, "moe_intermediate_size": 20, "head_dim": 8},
+    "qwen2_moe": {"num_experts": 5, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 16},
+    "mixtral": {"num_local_experts": 5},
+    "olmoe": {"num_experts": 5},
+}
+
+
+def layout_table(work: Path) -> str:
+    """Markdown: a row a family, a column a layout; "served" where the output is that of merged deltas in float64."""
+    rows = [
+        "| family | " + " | ".join(_LAYOUTS.values()) + " |",
+        "| --- |" + " --- |" * len(_LAYOUTS),
+    ]
+    for name, options in {**_OTHERS, **CONFIGS}.items():
+        note = " (no recurrent layers)" if name in RECURRENT else ""
+        rows.append(f"| `{name}`{note} | " + " | ".join(_cells(name, options, work / name)) + " |")
+    for name, options in RECURRENT.items():
+        why = _refusal(name, options, work / f"{name}-recurrent")
+        rows.append(f"| `{name}` | " + " | ".join([why] * len(_LAYOUTS)) + " |")
+    return "\n".join(rows) + "\n"
+
+
+def _cells(name: str, options: Mapping[str, Any], work: Path) -> list[str]:
+    write_model(family_config(name, options), work / "model")
+    rank = Rank(work / "model", work=work)
+    tokens = prompt_tokens(3, 13)
+    expected = exact_logits(work / "model", rank.spec, tokens).float()
+    cells = []
+    for layout in _LAYOUTS:
+        try:
+            logits = layout_logits(rank, layout, tokens, work)
+        except EpiloraError as error:
+            cells.append(f"refused: {error.reason}")
+            continue
+        assert logits is not None
+        # Not far from the exact output of a model whose own error is about 1e-5.
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4, msg=f"{name} {layout}")
+        cells.append("served")
+    return cells
+
+
+def _refusal(name: str, options: Mapping[str, Any], work: Path) -> str:
+    write_model(family_config(name, options), work / "model")
+    try:
+        Rank(work / "model", work=work)
+    except EpiloraError as error:
+        return f"refused: {error.reason}, recurrent state"
+    raise AssertionError(f"{name} is served")
+
+
+def main() -> None:
+    """Writes the table between its marks."""
+    with tempfile.TemporaryDirectory() as directory:
+        table = layout_table(Path(directory))
+    text = DOCUMENT.read_text()
+    before, _, rest = text.partition(START)
+    _, _, after = rest.partition(END)
+    DOCUMENT.write_text(f"{before}{START}\n{table}{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
