@@ -46,6 +46,17 @@ async def test_slices_equal_the_normal_form(model_name: str, tmp_path: Path) -> 
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
+async def test_tensors_larger_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with real sizes: matrices cut into blocks, columns taken in several passes."""
+    for name, size in (("slice_file.BLOCK_BYTES", 256), ("writer.BLOCK_BYTES", 256), ("writer.TRANSPOSE_BYTES", 512)):
+        monkeypatch.setattr(f"loader_service.{name}", size)
+    model = ModelSpec.from_directory(FIXTURES / "models" / "qwen3moe-T")
+    async with running_loader(loader_settings(tmp_path, [FIXTURES])) as loader:
+        for adapter in _adapters("qwen3moe-T"):
+            for placement in _placements(model, tmp_path)[1:3]:
+                await _check(loader, adapter, model, placement)
+
+
 async def _check(loader: LoaderClient, adapter: Path, model: ModelSpec, placement: ExpertPlacement) -> None:
     result = await loader.build(build_request(adapter, model, placement))
     form, arrays = resolve(adapter, model), AdapterArrays(adapter)
