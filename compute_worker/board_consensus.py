@@ -70,6 +70,12 @@ class BoardConsensus:
         """See Consensus.ring."""
         self._board.ring(self._ep_rank)
 
+    def abandon(self) -> None:
+        """See Consensus.abandon."""
+        for rank in self._ranks:
+            if rank.is_stopped():
+                rank.kill()
+
     def _wait_for(self, ep_rank: int, step: int, start: float) -> list[int]:
         """One rank's vector of this exchange."""
         board, next_look = self._board, start + _LIVENESS_SECONDS

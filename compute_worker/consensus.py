@@ -98,6 +98,11 @@ class Consensus(Protocol):
         """Ends `rest`, once its event is set. Any thread."""
         ...
 
+    def abandon(self) -> None:
+        """This rank gives the group up. Ends ranks of this host that are stopped, where it can: they would not end
+        by the SIGTERM that follows, and hold up the group's restart."""
+        ...
+
 
 class GlooConsensus:
     """Exchanges proposals over a gloo process group.
@@ -134,3 +139,6 @@ class GlooConsensus:
 
     def ring(self) -> None:
         """See Consensus.ring: nothing to do, the event wakes."""
+
+    def abandon(self) -> None:
+        """See Consensus.abandon: knows nothing of other processes."""

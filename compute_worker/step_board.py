@@ -151,16 +151,26 @@ class ProcessIdentity:
     pid_namespace: str
 
     @classmethod
+    def of(cls, pid: int) -> ProcessIdentity:
+        """A process of this user that is there."""
+        stat = _stat_of(pid)
+        assert stat is not None, pid
+        return cls(pid=pid, start_time=stat[1], pid_namespace=os.readlink(f"/proc/{pid}/ns/pid"))
+
+    @classmethod
     def of_self(cls) -> ProcessIdentity:
         """This process."""
-        stat = _stat_of(os.getpid())
-        assert stat is not None
-        return cls(pid=os.getpid(), start_time=stat[1], pid_namespace=os.readlink("/proc/self/ns/pid"))
+        return cls.of(os.getpid())
 
     def is_alive(self) -> bool:
         """False once it ended, also while its parent has not noticed."""
         stat = _stat_of(self.pid)
         return stat is not None and stat[1] == self.start_time and stat[0] not in "ZX"
+
+    def is_stopped(self) -> bool:
+        """True while a signal or a debugger holds it."""
+        stat = _stat_of(self.pid)
+        return stat is not None and stat[1] == self.start_time and stat[0] in "Tt"
 
     def kill(self) -> None:
         """Ends it at once, also if it is stopped; nothing if it ended already. Never hits a later process."""

@@ -145,6 +145,7 @@ class StepLoop:
             self._fail_all(UnavailableError("the worker is stopping", reason="STOPPING", retry_after_seconds=1.0))
         except BaseException as error:
             log.error("the step loop ended", step=self._step, exc_info=error)
+            self._consensus.abandon()
             reason = error.message if isinstance(error, EpiloraError) else f"{type(error).__name__}: {error}"
             self._fail_all(
                 UnavailableError(

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -167,6 +168,37 @@ def test_idle_ranks_rest_and_wake_each_other(tmp_path: Path) -> None:
             assert woke_after < FOREVER / 2
     finally:
         ranks.end()
+
+
+def sleep_long() -> None:
+    time.sleep(FOREVER)
+
+
+def test_who_gives_up_ends_stopped_ranks_only(tmp_path: Path) -> None:
+    StepBoard.create(tmp_path / "board", NAME, 3)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["compute_worker.board_consensus"])
+    processes = [context.Process(target=sleep_long) for _ in range(2)]
+    try:
+        for process in processes:
+            process.start()
+        stopped, running = [psutil.Process(process.pid) for process in processes]
+        os.kill(stopped.pid, signal.SIGSTOP)
+        while stopped.status() != psutil.STATUS_STOPPED:
+            time.sleep(0.01)
+        identities = [ProcessIdentity.of(pid) for pid in (os.getpid(), stopped.pid, running.pid)]
+        consensus = BoardConsensus(
+            open_board(tmp_path / "board", 0, 3), ep_rank=0, ranks=identities, timeout_seconds=FOREVER
+        )
+        consensus.abandon()
+        processes[0].join(FOREVER)
+        assert processes[0].exitcode == -signal.SIGKILL
+        assert running.is_running()
+        assert [identity.is_alive() for identity in identities] == [True, False, True]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(FOREVER)
 
 
 def test_own_work_ends_the_rest(tmp_path: Path) -> None:
