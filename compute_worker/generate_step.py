@@ -12,6 +12,7 @@ from compute_worker.model_runner import ModelRunner, SequenceSpan, StepBatch
 from compute_worker.requests import Finish, GenerateOutput, Sequence
 from compute_worker.sampler import Sampler
 from compute_worker.scheduler import Chunk, Scheduler
+from epilora.errors import FailedPreconditionError
 
 _LOGITS_MESSAGE_BYTES = 3 << 20
 """Prompt logits in one message, well under the 4 MiB that a gRPC client takes by default."""
@@ -43,12 +44,17 @@ class GenerateStep:
         for chunk in chunks:
             chunk.sequence.num_computed = chunk.start + chunk.length
         finishing = [chunk for chunk in chunks if chunk.completes]
-        tokens: list[int] = []
+        tokens: list[int | None] = []
         if finishing:
             last_rows = torch.tensor([rows_of[id(chunk)].stop - 1 for chunk in finishing], device=logits_NV.device)
             tokens = self._sampler.sample(logits_NV[last_rows], [chunk.sequence for chunk in finishing])
         token_of = {id(chunk): token for chunk, token in zip(finishing, tokens, strict=True)}
         for chunk in chunks:
+            if chunk.completes and token_of[id(chunk)] is None:
+                # One request's bad numbers end that request, not the step of all others.
+                chunk.sequence.outputs.put(_not_finite(chunk.sequence))
+                self._scheduler.finish(chunk.sequence)
+                continue
             self._send(chunk, token_of.get(id(chunk)), logits_NV, rows_of[id(chunk)])
 
     def _batch(self, chunks: list[Chunk]) -> tuple[StepBatch, dict[int, range]]:
@@ -110,6 +116,17 @@ class GenerateStep:
             sequence.cancelled = True
         elif finish is not Finish.NOT_YET:
             self._scheduler.finish(sequence)
+
+
+def _not_finite(sequence: Sequence) -> FailedPreconditionError:
+    request = sequence.request
+    who = f"adapter generation {request.adapter_generation}" if request.adapter_generation else "the base model"
+    return FailedPreconditionError(
+        f"request {request.request_id}: the logits of {who} at position {len(sequence.token_ids)} are not finite: its "
+        "weights or scale overflow; check the adapter's lora_alpha and training, or serve in float32",
+        reason="LOGITS_NOT_FINITE",
+        metadata={"adapter_generation": request.adapter_generation},
+    )
 
 
 def _finish_of(sequence: Sequence, token: int) -> Finish:

@@ -14,7 +14,7 @@ class Sampler:
     else is in the batch, or a restart, does not change it.
     """
 
-    def sample(self, logits_NV: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+    def sample(self, logits_NV: torch.Tensor, sequences: list[Sequence]) -> list[int | None]:
         """The next token of each sequence.
 
         Args:
@@ -22,17 +22,23 @@ class Sampler:
             sequences: N sequences.
 
         Returns:
-            N token ids. One transfer from the device for all greedy rows together.
+            N token ids, None where the logits are not finite numbers. One transfer from the device for all greedy rows
+            together.
         """
-        tokens: list[int] = logits_NV.argmax(dim=-1).tolist()
+        # The largest is no finite number if any is infinite upwards or none.
+        best = logits_NV.max(dim=-1)
+        packed: list[list[int]] = torch.stack([best.indices, best.values.isfinite().long()], dim=1).tolist()
+        tokens = [token if finite else None for token, finite in packed]
         for row, sequence in enumerate(sequences):
-            if sequence.request.sampling.temperature > 0:
+            if tokens[row] is not None and sequence.request.sampling.temperature > 0:
                 tokens[row] = self._draw(logits_NV[row], sequence)
         return tokens
 
     def _draw(self, logits_V: torch.Tensor, sequence: Sequence) -> int:
         options = sequence.request.sampling
-        scaled_V = logits_V.to("cpu", torch.float32) / options.temperature
+        # Relative to the largest: however small the temperature, nothing overflows.
+        logits_V = logits_V.to("cpu", torch.float32)
+        scaled_V = (logits_V - logits_V.max()) / options.temperature
         if 0 < options.top_k < scaled_V.numel():
             kth = torch.topk(scaled_V, options.top_k).values[-1]
             scaled_V = scaled_V.masked_fill(scaled_V < kth, float("-inf"))

@@ -16,6 +16,7 @@ from compute_worker.kv_blocks import KVBlockPool
 from compute_worker.model_runner import ModelRunner
 from compute_worker.requests import Finish, GenerateOutput, GenerateRequest, OutputQueue, Sequence
 from compute_worker.scheduler import Scheduler
+from epilora.errors import FailedPreconditionError
 from epilora.model_spec import ModelSpec
 from epilora.placement import ExpertPlacement
 from epilora.settings import WorkerSettings
@@ -122,3 +123,27 @@ async def test_a_slow_reader_frees_its_place_and_others_go_on(runner: ModelRunne
     assert tokens == oracle.greedy(PROMPTS[2], NUM_TOKENS)
     assert slow.cancelled
     assert scheduler.num_running == 0
+
+
+async def test_logits_that_are_no_numbers_end_their_request_alone(
+    runner: ModelRunner, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = runner.forward
+
+    def poisoned(*args: object) -> torch.Tensor | None:
+        logits_NV = forward(*args)  # type: ignore[arg-type]
+        assert logits_NV is not None
+        return torch.cat([torch.full_like(logits_NV[:1], float("nan")), logits_NV[1:]])
+
+    scheduler = _scheduler(runner, 100)
+    bad = _add(scheduler, [21])
+    good = _add(scheduler, PROMPTS[2])
+    step = GenerateStep(runner=runner, scheduler=scheduler, slot_of=lambda _: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "forward", poisoned)
+        step.run(scheduler.plan(), [1 + len(PROMPTS[2])])
+    with pytest.raises(FailedPreconditionError, match="not finite"):
+        await _read(bad)
+    _run(runner, scheduler)
+    tokens = [token for output in await _read(good) for token in output.token_ids]
+    assert tokens == oracle.greedy(PROMPTS[2], NUM_TOKENS)

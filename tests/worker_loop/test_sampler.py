@@ -65,3 +65,18 @@ def test_a_request_draws_the_same_alone_and_in_company_and_differs_by_position()
     later = Sampler().sample(flat_V[None], [_sequence(mine, prompt=(1, 2, 3))])
     assert together[1] == alone[0]
     assert later != alone
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_give_no_token_and_leave_others_alone(temperature: float) -> None:
+    bad_NV = torch.stack([LOGITS_V, torch.full((4,), float("nan")), LOGITS_V.where(LOGITS_V < 3, float("inf"))])
+    sequences = [_sequence(Sampling(temperature=temperature, seed=1)) for _ in range(3)]
+    tokens = Sampler().sample(bad_NV, sequences)
+    assert tokens[1:] == [None, None]
+    assert tokens[0] == Sampler().sample(LOGITS_V[None], sequences[:1])[0]
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-30, 1e-5])
+def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
+    options = Sampling(temperature=temperature, seed=1, top_k=3, top_p=0.9)
+    assert Sampler().sample(1e4 * LOGITS_V[None], [_sequence(options)]) == [1]
