@@ -17,6 +17,10 @@ from epilora.errors import InvalidArgumentError
 _EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 # Rotary tables that old writers stored; they are computed.
 _IGNORED = re.compile(r"rotary_emb\.inv_freq$")
+# Parts of a multimodal checkpoint beside its text model, which is what is served.
+_NOT_TEXT = re.compile(
+    r"^(model\.)?(vision_model|vision_tower|visual|multi_modal_projector|embed_vision|audio_tower)\."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +65,11 @@ def plan_checkpoint(
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     renamings = [transform for transform in transforms if not isinstance(transform, WeightConverter)]
     known: dict[str, torch.Tensor] = model.state_dict()
-    ignored = [_IGNORED, *(re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    ignored = [
+        _IGNORED,
+        _NOT_TEXT,
+        *(re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+    ]
     plan = CheckpointPlan()
     for key in keys:
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)

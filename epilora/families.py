@@ -192,6 +192,7 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             ),
             ModelFamily(model_type="gpt_oss", gate_up_layout=GateUpLayout.INTERLEAVED, expert_parameters_in_out=True),
             ModelFamily(model_type="llama4_text", expert_parameters_in_out=True),
+            ModelFamily(model_type="llama4", expert_parameters_in_out=True),
             ModelFamily(model_type="deepseek_v2"),
             ModelFamily(model_type="deepseek_v3"),
             ModelFamily(model_type="glm4_moe"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
 from worker_model_families import CONFIGS, RECURRENT, family_config
 from worker_model_ranks import run_ranks
 from worker_model_support import (
@@ -138,3 +139,30 @@ def test_the_module_tree_says_what_the_table_says(name: str) -> None:
         spec.dense_modules, key=lambda module: module.module
     )
     assert (described.moe_layers, described.digest) == (spec.moe_layers, spec.digest)
+
+
+_TEXT = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+
+
+def test_the_text_part_of_a_multimodal_checkpoint_is_served(tmp_path: Path) -> None:
+    text = {**_TEXT, "num_local_experts": 5, "intermediate_size": 24, "intermediate_size_mlp": 40}
+    vision = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    text |= {"num_key_value_heads": 2, "num_experts_per_tok": 1, "max_position_embeddings": 128}
+    torch.manual_seed(1)
+    whole = AutoModelForImageTextToText.from_config(
+        AutoConfig.for_model("llama4", text_config=text, vision_config=vision)
+    ).eval()
+    whole.save_pretrained(tmp_path / "model")
+    tokens = prompt_tokens(1, 9)
+    (logits,) = Rank(tmp_path / "model", work=tmp_path).prefill([Prompt(tokens=tokens)])
+    with torch.no_grad():
+        expected = whole(input_ids=torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_multimodal_family_without_a_text_model_of_its_own_is_refused(tmp_path: Path) -> None:
+    text = {**_TEXT, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    AutoConfig.for_model("qwen3_vl_moe", text_config=text).save_pretrained(tmp_path)
+    with pytest.raises(InvalidArgumentError, match="cannot build a causal language model") as caught:
+        load_spec_of_model(tmp_path)
+    assert caught.value.reason == "UNKNOWN_MODEL_FAMILY"
