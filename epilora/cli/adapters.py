@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import grpc
@@ -46,7 +47,7 @@ def load(
         swapped=swapped, expert_rank_from_shape=rank_from_shape, stacked_parameters=tuple(parameter or ())
     )
     request = adapter_service_pb2.LoadAdapterRequest(
-        name=name, source=source, allow_partial=allow_partial, layout_hints=hints.to_proto()
+        name=name, source=_absolute(source), allow_partial=allow_partial, layout_hints=hints.to_proto()
     )
     with connected(address) as channel:
         stub = adapter_service_pb2_grpc.AdapterServiceStub(channel)
@@ -57,6 +58,11 @@ def load(
             adapter = call.result().adapter
             watching.join(timeout=1.0)
     _print_adapter(adapter)
+
+
+def _absolute(source: str) -> str:
+    """A relative path is meant from here; the service has another working directory."""
+    return source if "://" in source or Path(source).is_absolute() else str(Path(source).resolve())
 
 
 def _progress() -> Progress:

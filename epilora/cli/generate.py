@@ -9,16 +9,19 @@ import typer
 from epilora.cli.client import DEFAULT_ADDRESS, Address, Timeout, connected, error_console
 from epilora.v1 import generation_service_pb2, generation_service_pb2_grpc
 
+INT32_MAX = 2**31 - 1
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
 
 def generate(
     text: Annotated[str | None, typer.Argument(help="What to continue.")] = None,
     ids: Annotated[str | None, typer.Option(help='Token ids instead of text, e.g. "1,2,3".')] = None,
     adapter: Annotated[str, typer.Option(help="Adapter to use; none: the base model.")] = "",
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most; 0: 128.")] = 0,
+    max_tokens: Annotated[int, typer.Option(min=0, max=INT32_MAX, help="Tokens to generate at most; 0: 128.")] = 0,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="0: all tokens.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0: all tokens.")] = 0,
-    seed: Annotated[int | None, typer.Option(help="Unset: drawn.")] = None,
+    top_k: Annotated[int, typer.Option(min=0, max=INT32_MAX, help="0: all tokens.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=INT64_MIN, max=INT64_MAX, help="Unset: drawn.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on after the end-of-sequence token.")] = False,
     address: Address = DEFAULT_ADDRESS,
@@ -27,6 +30,8 @@ def generate(
     """Streams a generation: text to stdout (token ids if the prompt was ids), a summary to stderr."""
     if (text is None) == (ids is None):
         raise typer.BadParameter("give either TEXT or --ids")
+    for name, value in [("TEXT", text or ""), ("--adapter", adapter), *(("--stop", value) for value in stop or [])]:
+        _check_utf8(name, value)
     request = generation_service_pb2.GenerateRequest(
         adapter_name=adapter,
         sampling=generation_service_pb2.SamplingOptions(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed),
@@ -47,9 +52,21 @@ def generate(
 
 def _parse_ids(ids: str) -> list[int]:
     try:
-        return [int(part) for part in ids.replace(",", " ").split()]
+        parsed = [int(part) for part in ids.replace(",", " ").split()]
     except ValueError:
         raise typer.BadParameter(f"--ids is {ids!r}, expected whole numbers separated by commas") from None
+    for token in parsed:
+        if not 0 <= token <= INT32_MAX:
+            raise typer.BadParameter(f"--ids has {token}, expected token ids of 0 to {INT32_MAX}")
+    return parsed
+
+
+def _check_utf8(name: str, value: str) -> None:
+    """Bytes of the command line that are no UTF-8 arrive as lone surrogates, which no message can hold."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter(f"{name} is {value!r}, expected UTF-8") from None
 
 
 def _print_summary(last: generation_service_pb2.GenerateResponse) -> None:

@@ -1,0 +1,51 @@
+"""What the command refuses by itself, before any service is asked or started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from epilora.cli import adapters
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def run(*args: str | bytes, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command: Sequence[str | bytes] = [sys.executable, "-m", "epilora.cli", *args]
+    kept = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "COLUMNS": "200", "NO_COLOR": "1", "PYTHONUTF8": "1"}
+    return subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env={**kept, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["generate", "a", "--max-tokens", "99999999999"], "--max-tokens"),
+        (["generate", "--ids", "1,99999999999"], "99999999999"),
+        (["generate", "a", "--seed", "99999999999999999999"], "--seed"),
+        (["generate", b"\xff\xfe"], "expected UTF-8"),
+    ],
+)
+def test_wrong_usage_is_one_error(args: list[str | bytes], words: str) -> None:
+    failed = run(*args)
+    assert failed.returncode == 2, failed.stderr
+    assert words in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_a_relative_source_is_meant_from_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert adapters._absolute("a/b") == str(tmp_path.resolve() / "a" / "b")
+    assert adapters._absolute("/a/b") == "/a/b"
+    assert adapters._absolute("file:///a/b") == "file:///a/b"
