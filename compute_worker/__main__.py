@@ -19,6 +19,7 @@ from epilora.errors import EpiloraError
 from epilora.logs import setup_logs
 from epilora.rpc import start_server
 from epilora.settings import WorkerSettings
+from epilora.settings_errors import settings_or_exit
 from epilora.v1 import worker_service_pb2, worker_service_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -91,7 +92,7 @@ async def _serve(settings: WorkerSettings) -> None:
 
 def main() -> None:
     """Runs one rank until it is told to end or loses its group."""
-    settings = WorkerSettings()  # type: ignore[call-arg]
+    settings = settings_or_exit(WorkerSettings)
     _end_on_signal()
     _set_threads(settings)
     try:

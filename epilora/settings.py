@@ -8,8 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+MAX_PORT = 65535
 
 
 class CommonSettings(BaseSettings):
@@ -144,3 +146,15 @@ class GatewaySettings(CommonSettings):
     """Messages of one ExpertService stream that may be unanswered; the stream is read no further until one is."""
     address_file: Path | None = None
     """Where to write the bound addresses as JSON once the gateway listens: {"listen": ..., "metrics": ...}."""
+
+    @field_validator("listen", "metrics_listen")
+    @classmethod
+    def _is_host_and_port(cls, address: str, info: ValidationInfo) -> str:
+        if (address.startswith("unix:") and info.field_name == "listen") or (
+            not address and info.field_name == "metrics_listen"
+        ):
+            return address
+        host, _, port = address.rpartition(":")
+        if not host or not (port.isascii() and port.isdigit()) or int(port) > MAX_PORT:
+            raise ValueError(f"expected host:port with a port of 0 to {MAX_PORT}")
+        return address

@@ -1,6 +1,7 @@
 """`python -m gateway`: runs until SIGTERM or SIGINT, then stops gracefully.
 
-Exit codes: 0 after a stop; 2 if it cannot start as it is configured (the last log line says why).
+Exit codes: 0 after a stop; 2 if it cannot start as it is configured (the last log line says why); 78 if
+settings are wrong (one line each on stderr).
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import signal
 import sys
 
 import structlog
-from pydantic import ValidationError
 
 from epilora.errors import EpiloraError
 from epilora.logs import setup_logs
 from epilora.settings import GatewaySettings
+from epilora.settings_errors import settings_or_exit
 from gateway.app import Gateway
 
 log = structlog.get_logger(__name__)
@@ -37,12 +38,7 @@ async def _run(settings: GatewaySettings) -> None:
 
 def main() -> int:
     """Entry point."""
-    try:
-        settings = GatewaySettings()  # type: ignore[call-arg]
-    except ValidationError as error:
-        setup_logs("gateway")
-        log.error("settings are wrong", why=str(error))
-        return EXIT_MISCONFIGURED
+    settings = settings_or_exit(GatewaySettings)
     setup_logs("gateway", level=settings.log_level)
     try:
         asyncio.run(_run(settings))

@@ -11,6 +11,7 @@ import structlog
 from epilora.errors import EpiloraError
 from epilora.logs import setup_logs
 from epilora.settings import LoaderSettings
+from epilora.settings_errors import settings_or_exit
 from loader_service.server import LoaderServer
 
 log = structlog.get_logger(__name__)
@@ -29,7 +30,7 @@ async def _serve(settings: LoaderSettings) -> None:
 
 def main() -> int:
     """Serves until SIGTERM or SIGINT."""
-    settings = LoaderSettings()  # type: ignore[call-arg]  # from the environment
+    settings = settings_or_exit(LoaderSettings)
     setup_logs("loader", level=settings.log_level)
     try:
         asyncio.run(_serve(settings))

@@ -19,11 +19,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from epilora.cli.children import Child, ChildSpec, descendants
 from epilora.errors import DeadlineExceededError, EpiloraError, FailedPreconditionError
 from epilora.rpc import error_from, make_channel
+from epilora.settings_errors import EXIT_BAD_SETTINGS
 from epilora.v1 import adapter_service_pb2, adapter_service_pb2_grpc, types_pb2
 
 log = structlog.get_logger(__name__)
 
-EXIT_MISCONFIGURED = 2
+FINAL_EXITS = (2, EXIT_BAD_SETTINGS)
+"""Exit codes of a process that could not start as it is configured."""
 MAX_EXITS_AT_START = 5
 POLL_SECONDS = 0.1
 WORKER_STOP_SECONDS = 10.0
@@ -94,7 +96,7 @@ class Supervisor:
     def _exited(self, child: Child) -> None:
         if self._ready:
             return
-        if child.exit_code == EXIT_MISCONFIGURED or child.num_exits >= MAX_EXITS_AT_START:
+        if child.exit_code in FINAL_EXITS or child.num_exits >= MAX_EXITS_AT_START:
             self._fail(f"the {child.spec.name} process cannot start (exit code {child.exit_code})")
 
     def _fail(self, message: str) -> None:
