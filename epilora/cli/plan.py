@@ -12,6 +12,7 @@ from rich.table import Table
 
 from epilora.balance import balanced_placement, spread
 from epilora.cli.client import connected, console, fail, format_bytes
+from epilora.cli.model import read_model
 from epilora.errors import EpiloraError, InvalidArgumentError
 from epilora.memory_plan import RankPlan, element_bytes_of, plan_memory, read_adapter
 from epilora.model_spec import ModelSpec
@@ -54,7 +55,7 @@ def plan(
     if redundant and not load_from:
         raise typer.BadParameter("--redundant chooses busy experts; give --load-from with it")
     try:
-        spec = ModelSpec.from_directory(model)
+        spec = read_model(model)
         balance = _balance(load_from, spec, ranks, redundant) if load_from else None
         placed = balance.placement if balance else ExpertPlacement.make(placement or "linear", spec, ranks)
         forms = {}
