@@ -13,6 +13,7 @@ import grpc.aio
 
 from epilora.errors import EpiloraError, InternalError, InvalidArgumentError
 from epilora.v1 import expert_service_pb2, worker_service_pb2
+from epilora.wire import check_tensor
 from gateway.adapter_table import AdapterTable, Generation
 from gateway.in_flight import InFlight, Ticket
 from gateway.keeper import Keeper
@@ -191,9 +192,20 @@ class _Stream:
             self.answered()
 
 
+def _num_tokens(request: expert_service_pb2.ForwardRequest) -> int:
+    """Rows of hidden_states; no more than its bytes, so that a short message cannot ask for long lists."""
+    _, shape = check_tensor(request.hidden_states, field="hidden_states")
+    if len(shape) != 2 or shape[1] == 0:
+        raise InvalidArgumentError(
+            f"hidden_states has shape {list(shape)}, expected [tokens, hidden_size]",
+            reason="BAD_TENSOR",
+            field="hidden_states.shape",
+        )
+    return shape[0]
+
+
 def _generation_per_token(request: expert_service_pb2.ForwardRequest, generations: list[int]) -> list[int]:
-    shape = request.hidden_states.shape
-    num_tokens = shape[0] if len(shape) == 2 else 0
+    num_tokens = _num_tokens(request)
     index = list(request.adapter_index)
     if not index:
         if len(generations) > 1:

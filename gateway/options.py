@@ -17,6 +17,8 @@ DEFAULT_MAX_TOKENS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARACTERS = 256
 MAX_STOP_TOKENS = 64
+MIN_TEMPERATURE = float(np.float32(1e-5))
+"""Smallest temperature but 0; logits divided by less may overflow. Rounded as the message rounds it."""
 MAX_TEMPERATURE = 100.0
 
 
@@ -37,8 +39,9 @@ def _bad(field: str, expected: str, got: object, *, reason: str = "BAD_OPTION") 
 def check_options(request: generation_service_pb2.GenerateRequest, limits: ModelLimits, *, has_tokenizer: bool) -> None:
     """InvalidArgumentError with the field at fault, or FailedPreconditionError where a tokenizer is missing."""
     sampling, stop = request.sampling, request.stop
-    if not (math.isfinite(sampling.temperature) and 0 <= sampling.temperature <= MAX_TEMPERATURE):
-        raise _bad("sampling.temperature", f"0 to {MAX_TEMPERATURE:g}", sampling.temperature)
+    if sampling.temperature != 0 and not MIN_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE:
+        expected = f"0 for greedy, or at least 1e-5 and at most {MAX_TEMPERATURE:g}"
+        raise _bad("sampling.temperature", expected, sampling.temperature)
     if not (math.isfinite(sampling.top_p) and 0 <= sampling.top_p <= 1):
         raise _bad("sampling.top_p", "more than 0 and at most 1, or 0 for all tokens", sampling.top_p)
     if sampling.top_k < 0:
@@ -71,6 +74,23 @@ def _check_tokens(tokens: list[int], limits: ModelLimits, *, field: str) -> None
         raise _bad(f"{field}[{index}]", f"0 to {limits.vocab_size - 1}", int(ids[index]), reason="BAD_TOKEN_ID")
 
 
+def _check_text(text: str, limits: ModelLimits, tokenizer: Tokenizer) -> None:
+    # All requests share one thread that encodes: what cannot fit must not keep it busy.
+    most = limits.max_sequence_length * tokenizer.max_token_characters
+    if len(text) > most:
+        raise InvalidArgumentError(
+            f"text has {len(text)} characters, expected at most {most}: the model's context is "
+            f"{limits.max_sequence_length} tokens, of at most {tokenizer.max_token_characters} characters each",
+            reason="PROMPT_TOO_LONG",
+            field="text",
+            metadata={
+                "num_characters": len(text),
+                "max_characters": most,
+                "max_sequence_length": limits.max_sequence_length,
+            },
+        )
+
+
 async def encode_prompt(
     request: generation_service_pb2.GenerateRequest, limits: ModelLimits, tokenizer: Tokenizer | None
 ) -> list[int]:
@@ -81,6 +101,7 @@ async def encode_prompt(
     if field == "text":
         if tokenizer is None:
             raise _no_tokenizer("text", "token_ids")
+        _check_text(request.text, limits, tokenizer)
         tokens = await tokenizer.encode(request.text)
     else:
         field = "token_ids.ids"

@@ -22,6 +22,8 @@ class Tokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._encoder = tokenizer
+        self.max_token_characters = max(map(len, tokenizer.get_vocab()), default=1)
+        """Characters of the longest entry of the vocabulary: no token stands for more of a text."""
         # The library's object may not be used from two threads at once.
         self._decoder = copy.deepcopy(tokenizer)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")

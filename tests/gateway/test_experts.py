@@ -73,6 +73,42 @@ async def test_error_comes_after_the_answers_before_it(
     assert answers == [1, 2]
 
 
+F32 = types_pb2.DATA_TYPE_FLOAT32
+
+
+@pytest.mark.parametrize("adapter_names", [[], ["a"]])
+@pytest.mark.parametrize(
+    "tensor, field, text",
+    [
+        (types_pb2.Tensor(dtype=F32, shape=[2**26, 64]), "data", "has 0 bytes, expected 17179869184 "),
+        (types_pb2.Tensor(dtype=F32, shape=[2**62, 2**62]), "shape", "expected at most"),
+        (types_pb2.Tensor(dtype=F32, shape=[2**63 - 1, 0]), "shape", "expected at most"),
+        (types_pb2.Tensor(dtype=F32, shape=[0, 2**63 - 1]), "shape", "expected at most"),
+        (types_pb2.Tensor(dtype=F32, shape=[2**40, 0]), "shape", "expected [tokens, hidden_size]"),
+        (types_pb2.Tensor(dtype=F32, shape=[4], data=bytes(16)), "shape", "expected [tokens, hidden_size]"),
+        (types_pb2.Tensor(dtype=F32, shape=[1] * 65, data=bytes(4)), "shape", "has 65 dimensions"),
+        (types_pb2.Tensor(dtype=F32, shape=[-3, -64], data=bytes(768)), "shape", "shape[0] is -3, expected 0 or more"),
+        (types_pb2.Tensor(dtype=F32, shape=[3, -64]), "shape", "shape[1] is -64, expected 0 or more"),
+        (
+            types_pb2.Tensor(shape=[1, 1], data=bytes(4)),
+            "dtype",
+            "is DATA_TYPE_UNSPECIFIED, expected one of DATA_TYPE_",
+        ),
+        (types_pb2.Tensor(dtype=77, shape=[1, 1]), "dtype", "is 77, expected one of DATA_TYPE_FLOAT32, "),  # type: ignore[arg-type]
+    ],
+)
+async def test_tensor_is_checked_before_its_shape_is_believed(
+    cluster: Cluster, adapter_names: list[str], tensor: types_pb2.Tensor, field: str, text: str
+) -> None:
+    await cluster.client.load("a")
+    wrong = expert_service_pb2.ForwardRequest(hidden_states=tensor, adapter_names=adapter_names)
+    error = await asyncio.wait_for(refused(cluster.client.experts.Forward(iter([wrong]))), 5)
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_TENSOR"), error.message
+    assert error.field == f"hidden_states.{field}"
+    assert text in error.message
+    assert sent_generations(cluster) == []
+
+
 async def test_messages_in_flight_are_bounded(cluster: Cluster) -> None:
     limit = cluster.settings.max_expert_messages
     gates = [cluster.script.hold("ForwardExperts", ep_rank) for ep_rank in (0, 1)]

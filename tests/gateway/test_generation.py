@@ -37,6 +37,8 @@ BAD = {
     "token negative": (request(token_ids={"ids": [-1]}), "token_ids.ids[0]", "BAD_TOKEN_ID"),
     "too long": (request(token_ids={"ids": [1] * MAX_SEQUENCE_LENGTH}), "token_ids.ids", "PROMPT_TOO_LONG"),
     "temperature": (request(sampling={"temperature": -0.5}), "sampling.temperature", "BAD_OPTION"),
+    "temperature low": (request(sampling={"temperature": 9.9e-6}), "sampling.temperature", "BAD_OPTION"),
+    "temperature tiny": (request(sampling={"temperature": 1e-45}), "sampling.temperature", "BAD_OPTION"),
     "temperature nan": (request(sampling={"temperature": math.nan}), "sampling.temperature", "BAD_OPTION"),
     "temperature high": (request(sampling={"temperature": 101}), "sampling.temperature", "BAD_OPTION"),
     "top_p": (request(sampling={"top_p": 1.5}), "sampling.top_p", "BAD_OPTION"),
@@ -64,6 +66,31 @@ async def test_bad_options_name_their_field(cluster: Cluster, name: str) -> None
 async def test_text_needs_a_tokenizer(cluster: Cluster, fields: dict[str, Any]) -> None:
     error = await refused(cluster.client.generation.Generate(request(**fields)))
     assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NO_TOKENIZER")
+
+
+@pytest.mark.parametrize("temperature", [0, -0.0, 1e-5, 100])
+async def test_temperatures_at_the_limits(cluster: Cluster, temperature: float) -> None:
+    assert await answer(cluster, sampling={"temperature": temperature}, stop={"max_tokens": 1})
+
+
+async def test_text_that_cannot_fit_is_refused_before_it_is_encoded(cluster: Cluster) -> None:
+    tokenizer = Tokenizer(byte_tokenizer())
+    cluster.gateway._generator.tokenizer = tokenizer
+    most = MAX_SEQUENCE_LENGTH * tokenizer.max_token_characters
+    # With its thread gone, the tokenizer encodes nothing any more.
+    tokenizer._thread.shutdown()
+    error = await refused(cluster.client.generation.Generate(request(text="x" * (most + 1))))
+    assert (error.code, error.field) == (grpc.StatusCode.INVALID_ARGUMENT, "text")
+    assert (error.reason, error.metadata["max_characters"]) == ("PROMPT_TOO_LONG", str(most))
+    assert f"expected at most {most}" in error.message
+
+
+async def test_text_of_the_longest_tokens_is_encoded(cluster: Cluster) -> None:
+    tokenizer = cluster.gateway._generator.tokenizer = Tokenizer(byte_tokenizer())
+    assert tokenizer.max_token_characters == len("<eos>")
+    assert await answer(cluster, text="<eos>" * (MAX_SEQUENCE_LENGTH - 1))
+    error = await refused(cluster.client.generation.Generate(request(text="<eos>" * MAX_SEQUENCE_LENGTH)))
+    assert (error.reason, error.metadata["num_tokens"]) == ("PROMPT_TOO_LONG", str(MAX_SEQUENCE_LENGTH))
 
 
 async def test_defaults_limits_and_usage(cluster: Cluster) -> None:
