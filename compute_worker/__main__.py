@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 import signal
 import sys
 import threading
 import time
 
+import grpc
 import structlog
 import torch
 
@@ -18,7 +21,7 @@ from compute_worker.worker import Worker
 from epilora.errors import EpiloraError
 from epilora.logs import setup_logs
 from epilora.rpc import start_server
-from epilora.settings import WorkerSettings
+from epilora.settings import CANNOT_START_FILE, WorkerSettings
 from epilora.settings_errors import settings_or_exit
 from epilora.v1 import worker_service_pb2, worker_service_pb2_grpc
 
@@ -28,6 +31,7 @@ _SERVICE = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_
 _EXIT_GROUP_LOST = 70
 _EXIT_CANNOT_START = 78
 _FLUSH_SECONDS = 0.3
+_RETRY_MAY_HELP = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED)
 
 
 def _set_threads(settings: WorkerSettings) -> None:
@@ -90,6 +94,18 @@ async def _serve(settings: WorkerSettings) -> None:
     os._exit(_EXIT_GROUP_LOST)
 
 
+def _leave_word(settings: WorkerSettings, error: EpiloraError) -> None:
+    """Tells who started the group that trying again is useless: torchelastic passes no exit code on."""
+    if error.code in _RETRY_MAY_HELP:
+        return
+    path = settings.run_dir / CANNOT_START_FILE
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    # Nobody may be there to read it, and the log line has been written.
+    with contextlib.suppress(OSError):
+        temporary.write_text(json.dumps({"reason": error.reason, "message": error.message}))
+        os.replace(temporary, path)
+
+
 def main() -> None:
     """Runs one rank until it is told to end or loses its group."""
     settings = settings_or_exit(WorkerSettings)
@@ -99,6 +115,7 @@ def main() -> None:
         asyncio.run(_serve(settings))
     except EpiloraError as error:
         log.error("cannot start", reason=error.reason, message=error.message)
+        _leave_word(settings, error)
         sys.exit(_EXIT_CANNOT_START)
 
 

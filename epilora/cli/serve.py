@@ -3,115 +3,188 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import os
-import shutil
-import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
+from pydantic import ValidationError
+from pydantic_settings import SettingsError
 
-from epilora.cli.client import fail
+from epilora.cli.client import fail, print_error
+from epilora.cli.directories import Directories
 from epilora.cli.supervisor import ServeOptions, Supervisor
 from epilora.errors import EpiloraError, InvalidArgumentError
+from epilora.families import SIZED_FAMILIES
 from epilora.logs import setup_logs
+from epilora.model_spec import ModelSpec
+from epilora.placement import ExpertPlacement
+from epilora.settings import CommonSettings, GatewaySettings, LoaderSettings, WorkerSettings
+from epilora.settings_errors import EXIT_BAD_SETTINGS, Problem, problems_of
 
-MAX_SOCKET_PATH_BYTES = 107
-_SHARED_MEMORY = Path("/dev/shm")
+EXIT_USAGE = 2
+S = TypeVar("S", bound=CommonSettings)
+_OPTIONS = {"num_ranks": "--ranks", "dispatch_backend": "--dispatch", "drain_timeout_seconds": "--drain-timeout"}
+"""Options that are not named as their setting is."""
 
 
 def serve(
-    model: Annotated[Path, typer.Option(help="Directory of the Hugging Face checkpoint.")],
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks the experts are spread over; one process each.")] = 1,
+    model: Annotated[
+        Path | None, typer.Option(help="Directory of the Hugging Face checkpoint.", show_default="EPILORA_MODEL")
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks the experts are spread over; one process each.", show_default="1"),
+    ] = None,
     adapter: Annotated[
         list[str] | None, typer.Option(metavar="NAME=SOURCE", help="Load this at start; may be repeated.")
     ] = None,
     adapter_root: Annotated[
-        list[Path] | None, typer.Option(help="Adapters may lie under this directory; may be repeated.")
+        list[Path] | None,
+        typer.Option(help="Adapters may lie under this directory, too; may be repeated.", show_default=False),
     ] = None,
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Public services.")] = "127.0.0.1:50051",
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Public services.", show_default="127.0.0.1:50051")
+    ] = None,
     metrics_listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help='Prometheus metrics; "" for none.')
-    ] = "127.0.0.1:9400",
-    state_dir: Annotated[Path, typer.Option(help="The adapter registry lives here.")] = Path(".epilora"),
+        str | None,
+        typer.Option(metavar="HOST:PORT", help='Prometheus metrics; "" for none.', show_default="127.0.0.1:9400"),
+    ] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(help="The adapter registry lives here.", show_default=".epilora")
+    ] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Unix sockets; by default made from the state directory.")
     ] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Slice cache; by default in shared memory.")] = None,
-    placement: Annotated[str, typer.Option(help="linear, round_robin, or a JSON file.")] = "linear",
+    placement: Annotated[
+        str | None, typer.Option(help="linear, round_robin, or a JSON file.", show_default="linear")
+    ] = None,
     dispatch: Annotated[
-        str, typer.Option(help="How rows travel: auto, local, allgather_reducescatter or all_to_all.")
-    ] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    load_format: Annotated[str, typer.Option(help="safetensors, or random for benchmarks.")] = "safetensors",
-    num_adapter_slots: Annotated[int, typer.Option(min=1, help="Adapters that may be active at once.")] = 32,
-    drain_timeout: Annotated[float, typer.Option(min=0.0, help="Seconds for requests in flight at a stop.")] = 30.0,
+        str | None,
+        typer.Option(help="How rows travel: auto, local, allgather_reducescatter or all_to_all.", show_default="auto"),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.", show_default="auto")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.", show_default="auto")] = None,
+    load_format: Annotated[
+        str | None, typer.Option(help="safetensors, or random for benchmarks.", show_default="safetensors")
+    ] = None,
+    num_adapter_slots: Annotated[
+        int | None, typer.Option(min=1, help="Adapters that may be active at once.", show_default="32")
+    ] = None,
+    drain_timeout: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds for requests in flight at a stop.", show_default="30.0")
+    ] = None,
     start_timeout: Annotated[float, typer.Option(min=1.0, help="Seconds until the service must be ready.")] = 900.0,
-    log_level: Annotated[str, typer.Option(help="DEBUG, INFO, WARNING or ERROR.")] = "INFO",
+    log_level: Annotated[str | None, typer.Option(help="DEBUG, INFO, WARNING or ERROR.", show_default="INFO")] = None,
     ready_file: Annotated[Path | None, typer.Option(help="Write addresses and pids here as JSON when ready.")] = None,
 ) -> None:
     """Serves a model on this machine: loader, one worker per rank, and the gateway.
 
-    Settings without an option here are taken from EPILORA_* variables. SIGTERM or Ctrl-C stops
-    everything in order; a second one kills everything at once.
+    A setting is what its option says, else its EPILORA_* variable (EPILORA_NUM_RANKS for --ranks), else
+    the default; some have no option. SIGTERM or Ctrl-C stops everything in order; a second one kills
+    everything at once.
     """
-    setup_logs("serve", level=log_level)
+    adapters = _parse_adapters(adapter or [])
+    options = {
+        "model": model,
+        "num_ranks": ranks,
+        "run_dir": run_dir,
+        "state_dir": state_dir,
+        "cache_dir": cache_dir,
+        "listen": listen,
+        "metrics_listen": metrics_listen,
+        "placement": placement,
+        "dispatch_backend": dispatch,
+        "dtype": dtype,
+        "device": device,
+        "load_format": load_format,
+        "num_adapter_slots": num_adapter_slots,
+        "drain_timeout_seconds": drain_timeout,
+        "log_level": log_level,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    worker, loader, gateway = read_settings(given)
+    setup_logs("serve", level=worker.log_level)
     try:
-        adapters = _parse_adapters(adapter or [])
-        state_dir = state_dir.resolve()
-        name = f"epilora-{os.getuid()}-{hashlib.blake2b(str(state_dir).encode(), digest_size=4).hexdigest()}"
-        made_here = [] if run_dir else [Path(tempfile.gettempdir()) / name]
-        run_dir = (run_dir or Path(tempfile.gettempdir()) / name).resolve()
-        made_cache = cache_dir is None
-        cache_dir = (cache_dir or _default_cache_dir(run_dir, name)).resolve()
-        if made_cache:
-            made_here.append(cache_dir)
-        _check(model, run_dir)
-        for directory in (state_dir, run_dir):
-            directory.mkdir(parents=True, exist_ok=True)
-        roots = [root.resolve() for root in adapter_root or []]
-        roots += [Path(source.removeprefix("file://")).resolve() for source in adapters.values()]
-        environment = {
-            "MODEL": str(model.resolve()),
-            "NUM_RANKS": str(ranks),
-            "RUN_DIR": str(run_dir),
-            "STATE_DIR": str(state_dir),
-            "CACHE_DIR": str(cache_dir),
-            "METRICS_LISTEN": metrics_listen,
-            "PLACEMENT": placement,
-            "DISPATCH_BACKEND": dispatch,
-            "DTYPE": dtype,
-            "DEVICE": device,
-            "LOAD_FORMAT": load_format,
-            "NUM_ADAPTER_SLOTS": str(num_adapter_slots),
-            "DRAIN_TIMEOUT_SECONDS": str(drain_timeout),
-            "LOG_LEVEL": log_level,
-            "ADAPTER_ROOTS": json.dumps([str(root) for root in roots]),
+        directories = Directories.choose(
+            state=gateway.state_dir,
+            run=worker.run_dir if "run_dir" in worker.model_fields_set else None,
+            cache=loader.cache_dir if "cache_dir" in loader.model_fields_set else None,
+        )
+        _check_model(worker)
+        roots = [*loader.adapter_roots, *(adapter_root or [])]
+        roots += [Path(source.removeprefix("file://")) for source in adapters.values()]
+        resolved = {
+            "model": worker.model.resolve(),
+            "run_dir": directories.run,
+            "state_dir": directories.state,
+            "cache_dir": directories.cache,
+            "adapter_roots": json.dumps([str(root.resolve()) for root in roots]),
         }
-        options = ServeOptions(
-            num_ranks=ranks,
-            run_dir=run_dir,
-            state_dir=state_dir,
-            listen=listen,
+        serve_options = ServeOptions(
+            num_ranks=worker.num_ranks,
+            run_dir=directories.run,
+            state_dir=directories.state,
+            listen=gateway.listen,
             adapters=adapters,
-            environment={f"EPILORA_{key}": value for key, value in environment.items()},
-            drain_timeout_seconds=drain_timeout,
+            environment={f"EPILORA_{name.upper()}": str(value) for name, value in {**given, **resolved}.items()},
+            drain_timeout_seconds=gateway.drain_timeout_seconds,
             start_timeout_seconds=start_timeout,
             ready_file=ready_file,
         )
-        asyncio.run(_run(options))
-        # Shared memory above all: nobody else frees it. After a crash the next start takes the same directories.
-        for directory in made_here:
-            shutil.rmtree(directory, ignore_errors=True)
+        with directories.owned():
+            asyncio.run(_run(serve_options))
     except EpiloraError as error:
         raise fail(error) from None
 
 
 async def _run(options: ServeOptions) -> None:
     await Supervisor(options).run()
+
+
+def read_settings(given: Mapping[str, object]) -> tuple[WorkerSettings, LoaderSettings, GatewaySettings]:
+    """The settings that the processes will have: what options gave, else the variable, else the default.
+
+    Raises:
+        typer.Exit: some are wrong, and one line each was printed; 2 if all of those are options, else 78.
+    """
+    wrong: dict[str, Problem] = {}
+    worker = _read(WorkerSettings, given, wrong)
+    loader = _read(LoaderSettings, given, wrong)
+    gateway = _read(GatewaySettings, given, wrong)
+    if worker is not None and loader is not None and gateway is not None:
+        return worker, loader, gateway
+    usage = True
+    for field, problem in wrong.items():
+        option = _OPTIONS.get(field, f"--{field.replace('_', '-')}")
+        if problem.value is None:
+            line = f"neither {option} nor {problem.variable} is given"
+        else:
+            line = problem.line(option if field in given else "")
+        usage &= field in given or problem.value is None
+        print_error("INVALID_ARGUMENT", "BAD_SETTING", line)
+    raise typer.Exit(EXIT_USAGE if usage else EXIT_BAD_SETTINGS)
+
+
+def _read(cls: type[S], given: Mapping[str, Any], wrong: dict[str, Problem]) -> S | None:
+    try:
+        return cls(**given)
+    except (ValidationError, SettingsError) as error:
+        wrong.update({problem.field: problem for problem in problems_of(error)})
+        return None
+
+
+def _check_model(settings: WorkerSettings) -> None:
+    """What every worker would find wrong after half a minute, found before any is started."""
+    if not (settings.model / "config.json").is_file():
+        raise InvalidArgumentError(
+            f"--model is {settings.model}, expected a directory with a checkpoint's config.json", reason="NO_MODEL"
+        )
+    # Others are described by transformers, which only workers have; they say it if they cannot.
+    if ModelSpec.model_type_of(settings.model) in SIZED_FAMILIES:
+        ExpertPlacement.make(settings.placement, ModelSpec.from_directory(settings.model), settings.num_ranks)
 
 
 def _parse_adapters(pairs: list[str]) -> dict[str, str]:
@@ -123,20 +196,3 @@ def _parse_adapters(pairs: list[str]) -> dict[str, str]:
         # The processes may have another working directory one day: sources are absolute from here on.
         adapters[name] = source if source.startswith("file://") else str(Path(source).resolve())
     return adapters
-
-
-def _default_cache_dir(run_dir: Path, name: str) -> Path:
-    return _SHARED_MEMORY / name if os.access(_SHARED_MEMORY, os.W_OK) else run_dir / "cache"
-
-
-def _check(model: Path, run_dir: Path) -> None:
-    if not (model / "config.json").is_file():
-        raise InvalidArgumentError(
-            f"--model is {model}, expected a directory with a checkpoint's config.json", reason="NO_MODEL"
-        )
-    longest = run_dir / "worker-9999.sock"
-    if len(os.fsencode(longest)) > MAX_SOCKET_PATH_BYTES:
-        raise InvalidArgumentError(
-            f"{run_dir} is too long for Unix sockets ({MAX_SOCKET_PATH_BYTES} bytes); give a shorter --run-dir",
-            reason="RUN_DIR_TOO_LONG",
-        )

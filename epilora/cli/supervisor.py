@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from epilora.cli.children import Child, ChildSpec, descendants
 from epilora.errors import DeadlineExceededError, EpiloraError, FailedPreconditionError
 from epilora.rpc import error_from, make_channel
+from epilora.settings import CANNOT_START_FILE
 from epilora.settings_errors import EXIT_BAD_SETTINGS
 from epilora.v1 import adapter_service_pb2, adapter_service_pb2_grpc, types_pb2
 
@@ -57,6 +57,7 @@ class Supervisor:
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
         self._address_file = options.run_dir / "addresses.json"
+        self._cannot_start_file = options.run_dir / CANNOT_START_FILE
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._failure: EpiloraError | None = None
@@ -115,9 +116,9 @@ class Supervisor:
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self.ask_to_stop)
-        lock = _own(self._options.state_dir)
         try:
             self._address_file.unlink(missing_ok=True)
+            self._cannot_start_file.unlink(missing_ok=True)
             for child in (self._loader, self._workers, self._gateway):
                 child.start()
             starting = asyncio.create_task(self._start())
@@ -126,7 +127,6 @@ class Supervisor:
             await asyncio.wait([starting])
         finally:
             await self._stop_all()
-            os.close(lock)
         if self._failure is not None:
             raise self._failure
 
@@ -162,6 +162,7 @@ class Supervisor:
 
     async def _read_addresses(self) -> None:
         while not self._address_file.exists():
+            self._look_at_workers()
             await asyncio.sleep(POLL_SECONDS)
         addresses = json.loads(self._address_file.read_text())
         self.address, self.metrics_address = addresses["listen"], addresses["metrics"]
@@ -169,7 +170,7 @@ class Supervisor:
     async def _until_serving(self, channel: grpc.aio.Channel) -> None:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
-            self._count_worker_starts()
+            self._look_at_workers()
             try:
                 response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=2.0)
                 if response.status == health_pb2.HealthCheckResponse.SERVING:
@@ -178,10 +179,16 @@ class Supervisor:
                 log.debug("the gateway does not answer yet")
             await asyncio.sleep(POLL_SECONDS)
 
-    def _count_worker_starts(self) -> None:
-        """torchelastic starts failing workers again for ever; at the first start that is a failure to report."""
+    def _look_at_workers(self) -> None:
+        """torchelastic starts failing workers again for ever, and hides their exit codes; at the first start that is a
+        failure to report, and at once if a worker said that it can never start."""
         pids = {process.pid for process in descendants(self._workers.pid)} if self._workers.pid else set()
         self._worker_pids |= pids
+        if self._cannot_start_file.exists():
+            why = json.loads(self._cannot_start_file.read_text())
+            self._failure = FailedPreconditionError(why["message"], reason=why["reason"])
+            self._stop.set()
+            return
         if len(self._worker_pids) > MAX_EXITS_AT_START * self._options.num_ranks:
             self._fail("the worker processes end again and again")
 
@@ -249,19 +256,6 @@ def _torchelastic_args(num_ranks: int) -> list[str]:
         "--monitor-interval=0.2",
         *("-m", "epilora.process", "0", "compute_worker"),
     ]
-
-
-def _own(state_dir: Path) -> int:
-    """A lock on the state directory, so that a second service fails at once and clearly."""
-    descriptor = os.open(state_dir / "serve.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise FailedPreconditionError(
-            f"another `epilora serve` runs on {state_dir}; stop it or give --state-dir", reason="STATE_DIR_IN_USE"
-        ) from None
-    return descriptor
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -88,8 +88,23 @@ def test_serve_refuses_what_cannot_work(service: Service, tmp_path: Path, models
     assert (no_model.returncode, "NO_MODEL" in no_model.stderr) == (1, True)
     in_use = run("serve", model, f"--state-dir={service.state_dir}", f"--run-dir={tmp_path}")
     assert (in_use.returncode, "STATE_DIR_IN_USE" in in_use.stderr) == (1, True)
+    run_dir = service.state_dir.parent / "run"
+    run_in_use = run("serve", model, f"--state-dir={tmp_path / 'state'}", f"--run-dir={run_dir}")
+    assert (run_in_use.returncode, "RUN_DIR_IN_USE" in run_in_use.stderr) == (1, True)
     assert run("serve", model, "--adapter=nonsense").returncode == 2
     assert service.health() == "SERVING"
+
+
+def test_serve_ends_when_a_worker_can_never_start(tmp_path: Path, models: Path) -> None:
+    """No weights: only a worker finds it out, and says so through torchelastic."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_bytes((models / "qwen3moe-T" / "config.json").read_bytes())
+    state = f"--state-dir={tmp_path / 'state'}"
+    ports = ("--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0")
+    failed = run("serve", f"--model={tmp_path / 'model'}", state, f"--run-dir={tmp_path / 'run'}", *ports)
+    assert failed.returncode == 1, failed.stderr
+    last = json.loads((tmp_path / "run" / "cannot-start.json").read_text())
+    assert last["message"] in failed.stderr.rpartition("error: FAILED_PRECONDITION")[2]
 
 
 def test_ready_file_and_metrics(service: Service) -> None:

@@ -1,0 +1,89 @@
+"""The directories of one `epilora serve`: chosen, locked against a second one, and removed if it made them itself."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from epilora.errors import FailedPreconditionError, InvalidArgumentError
+
+MAX_SOCKET_PATH_BYTES = 107
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Directories:
+    """Absolute paths."""
+
+    state: Path
+    run: Path
+    cache: Path
+    temporary: tuple[Path, ...]
+    """Those of them that nobody named: gone after the service."""
+
+    @classmethod
+    def choose(cls, *, state: Path, run: Path | None, cache: Path | None) -> Directories:
+        """Fills in what was not named; after a crash the next start takes the same directories.
+
+        Raises:
+            InvalidArgumentError: reason RUN_DIR_TOO_LONG; Unix sockets in it could not be bound.
+        """
+        state = state.resolve()
+        name = f"epilora-{os.getuid()}-{hashlib.blake2b(str(state).encode(), digest_size=4).hexdigest()}"
+        run_dir = (run or Path(tempfile.gettempdir()) / name).resolve()
+        default_cache = _SHARED_MEMORY / name if os.access(_SHARED_MEMORY, os.W_OK) else run_dir / "cache"
+        cache_dir = (cache or default_cache).resolve()
+        if len(os.fsencode(run_dir / "worker-9999.sock")) > MAX_SOCKET_PATH_BYTES:
+            raise InvalidArgumentError(
+                f"{run_dir} is too long for Unix sockets ({MAX_SOCKET_PATH_BYTES} bytes); give a shorter --run-dir",
+                reason="RUN_DIR_TOO_LONG",
+            )
+        temporary = [path for named, path in ((run, run_dir), (cache, cache_dir)) if named is None]
+        return cls(state=state, run=run_dir, cache=cache_dir, temporary=tuple(temporary))
+
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Holds the state and the run directory, and removes the temporary ones at the end, however that comes.
+
+        Raises:
+            FailedPreconditionError: reason STATE_DIR_IN_USE or RUN_DIR_IN_USE; nothing of the other's was touched.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(_locked(self.state, "--state-dir", "STATE_DIR_IN_USE"))
+            stack.enter_context(_locked(self.run, "--run-dir", "RUN_DIR_IN_USE"))
+            # Only with both locks: what is removed is nobody else's. Shared memory above all would never be freed.
+            stack.callback(self._remove_temporary)
+            yield
+
+    def _remove_temporary(self) -> None:
+        for directory in self.temporary:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _locked(directory: Path, option: str, reason: str) -> Iterator[None]:
+    """A lock that ends with this process, so that a second service fails at once and clearly."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / "serve.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise InvalidArgumentError(
+            f"{option} is {directory}, which cannot be used: {error.strerror}", reason="BAD_DIRECTORY"
+        ) from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FailedPreconditionError(
+                f"another `epilora serve` runs on {directory}; stop it or give {option}", reason=reason
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
