@@ -90,7 +90,7 @@ def _start(start_service: Callable[..., Service], models: Path, ranks: int) -> S
 
 @pytest.mark.timeout(900)
 def test_lost_ranks_come_back(start_service: Callable[..., Service], models: Path, adapters: Path) -> None:
-    lose_ranks(_start(start_service, models, 2), adapters, 3)
+    lose_ranks(_start(start_service, models, 2), adapters, 1)
 
 
 @pytest.mark.soak
