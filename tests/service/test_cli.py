@@ -95,6 +95,7 @@ def test_serve_refuses_what_cannot_work(service: Service, tmp_path: Path, models
     assert service.health() == "SERVING"
 
 
+@pytest.mark.soak
 def test_serve_ends_when_a_worker_can_never_start(tmp_path: Path, models: Path) -> None:
     """No weights: only a worker finds it out, and says so through torchelastic."""
     (tmp_path / "model").mkdir()

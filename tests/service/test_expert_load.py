@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from epilora.cli.app import app
@@ -17,6 +18,7 @@ PROMPT = [5, 9, 2, 7, 11, 3]
 COUNTED_SECONDS = 20.0
 
 
+@pytest.mark.soak
 def test_counted_rows_become_a_placement(start_service: Callable[..., Service], models: Path, tmp_path: Path) -> None:
     model = models / "qwen3moe-T"
     service = start_service(model, ranks=2, args=["--dispatch", "all_to_all"])

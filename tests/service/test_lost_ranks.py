@@ -88,6 +88,7 @@ def _start(start_service: Callable[..., Service], models: Path, ranks: int) -> S
     return start_service(models / "qwen3moe-T", ranks=ranks, environment=environment)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_lost_ranks_come_back(start_service: Callable[..., Service], models: Path, adapters: Path) -> None:
     lose_ranks(_start(start_service, models, 2), adapters, 1)
