@@ -1,8 +1,7 @@
 """Dispatch by all-gather: every token goes to every rank, in one packed row; the parts come back by reduce-scatter.
 
-A packed row holds: hidden state [D], weights float32 [K], physical experts int32 [K],
-extras int32, one a name in sorted order. Ranks with fewer tokens than the fullest one send padding rows, whose experts
-and extras are -1, so that shapes depend only on the number of tokens of the fullest rank.
+Ranks with fewer tokens than the fullest one send padding rows, whose experts and extras are -1, so that shapes depend
+only on the number of tokens of the fullest rank.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from compute_worker.dispatch.base import ArrivedTokens, CombineHandle, ExtraTensors, local_slots
-from compute_worker.dispatch.packed_rows import RowLayout
+from compute_worker.dispatch.base import ArrivedTokens, CombineHandle, ExtraTensors
+from compute_worker.dispatch.packed_rows import pack_tokens, unpack_tokens
 from compute_worker.ep_group import EPGroup
 
 # torch 2.13 has new names for these two; 2.11 has the old ones only.
@@ -43,25 +42,12 @@ class AllGatherDispatcher:
         group = self._group
         num_tokens, max_tokens = x_TD.shape[0], max(num_tokens_per_rank)
         assert num_tokens == num_tokens_per_rank[group.ep_rank], (num_tokens, num_tokens_per_rank, group.ep_rank)
-        names = sorted(extras)
-        parts = [x_TD, weight_TK.float(), expert_TK.int(), *(extras[name].int().unsqueeze(1) for name in names)]
-        layout = RowLayout.of(parts)
-        send = torch.full((max_tokens, layout.row_bytes), 255, dtype=torch.uint8, device=x_TD.device)
-        if max_tokens > num_tokens:
-            # Bytes of 255 are -1 in the integer columns; in the float ones they would be NaN.
-            send[num_tokens:, : layout.columns[2].start] = 0
-        layout.write(send[:num_tokens], parts)
+        layout, send = pack_tokens(x_TD, weight_TK, expert_TK, extras, num_rows=max_tokens)
         received = torch.empty((group.num_ranks * max_tokens, layout.row_bytes), dtype=torch.uint8, device=x_TD.device)
         if max_tokens:
             _all_gather(received, send, group=group.data_group)
-        views = layout.views(received)
-        x_ND, weight_NK, expert_NK = views[:3]
-        arrived = ArrivedTokens(
-            x_ND=x_ND,
-            slot_NK=local_slots(expert_NK, rank_offsets[group.ep_rank], rank_offsets[group.ep_rank + 1]),
-            weight_NK=weight_NK,
-            extras={name: view.squeeze(1) for name, view in zip(names, views[3:], strict=True)},
-        )
+        first, end = rank_offsets[group.ep_rank], rank_offsets[group.ep_rank + 1]
+        arrived = unpack_tokens(layout, received, sorted(extras), first=first, end=end)
         return arrived, CombineHandle(num_tokens=num_tokens, max_tokens_per_rank=max_tokens)
 
     def combine(self, y_ND: torch.Tensor, handle: CombineHandle) -> torch.Tensor:

@@ -1,0 +1,131 @@
+"""Packed rows for dispatch, written in one launch and read in one.
+
+A row is int32 words: hidden state, then float32 weights [K], expert ids [K] and extras [X], each from a given word on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK_WORDS = 1024
+_BLOCK_ROWS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowWords:
+    """Where the parts of a row begin, and how many there are; all in words of 4 bytes."""
+
+    num_x_words: int
+    weight_at: int
+    expert_at: int
+    extra_at: int
+    num_words: int
+    top_k: int
+    num_extras: int
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _pack_kernel(x_ptr, weight_ptr, expert_ptr, extra_ptr, row_ptr, num_tokens, x_stride, X_WORDS: tl.constexpr,
+                 WEIGHT_AT: tl.constexpr, EXPERT_AT: tl.constexpr, EXTRA_AT: tl.constexpr, WORDS: tl.constexpr,
+                 K: tl.constexpr, X: tl.constexpr, SMALL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    is_token = row < num_tokens
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = word < X_WORDS
+    x = tl.load(x_ptr + row * x_stride + word, mask=inside & is_token, other=0)
+    tl.store(row_ptr + row * WORDS + word, x, mask=inside)
+    if tl.program_id(1) == 0:
+        k = tl.arange(0, SMALL)
+        weight = tl.load(weight_ptr + row * K + k, mask=(k < K) & is_token, other=0.0).to(tl.float32)
+        tl.store(row_ptr + row * WORDS + WEIGHT_AT + k, weight.to(tl.int32, bitcast=True), mask=k < K)
+        expert = tl.load(expert_ptr + row * K + k, mask=(k < K) & is_token, other=-1).to(tl.int32)
+        tl.store(row_ptr + row * WORDS + EXPERT_AT + k, expert, mask=k < K)
+        if X > 0:
+            extra = tl.load(extra_ptr + row * X + k, mask=(k < X) & is_token, other=-1).to(tl.int32)
+            tl.store(row_ptr + row * WORDS + EXTRA_AT + k, extra, mask=k < X)
+
+
+@triton.jit(do_not_specialize=["num_rows", "first", "end"])
+def _unpack_kernel(row_ptr, slot_ptr, weight_ptr, extra_ptr, num_rows, first, end, WEIGHT_AT: tl.constexpr,
+                   EXPERT_AT: tl.constexpr, EXTRA_AT: tl.constexpr, WORDS: tl.constexpr, K: tl.constexpr,
+                   X: tl.constexpr, SMALL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    k = tl.arange(0, SMALL)[None, :]
+    in_range = row < num_rows
+    chosen = in_range & (k < K)
+    expert = tl.load(row_ptr + row * WORDS + EXPERT_AT + k, mask=chosen, other=-1)
+    slot = tl.where((expert >= first) & (expert < end), expert - first, -1)
+    tl.store(slot_ptr + row * K + k, slot.to(tl.int64), mask=chosen)
+    weight = tl.load(row_ptr + row * WORDS + WEIGHT_AT + k, mask=chosen, other=0)
+    tl.store(weight_ptr + row * K + k, weight.to(tl.float32, bitcast=True), mask=chosen)
+    if X > 0:
+        carried = in_range & (k < X)
+        extra = tl.load(row_ptr + row * WORDS + EXTRA_AT + k, mask=carried, other=-1)
+        tl.store(extra_ptr + k * num_rows + row, extra, mask=carried)
+
+
+def pack_rows(
+    rows_MW: torch.Tensor,
+    words: RowWords,
+    *,
+    x_TD: torch.Tensor,
+    weight_TK: torch.Tensor,
+    expert_TK: torch.Tensor,
+    extra_TX: torch.Tensor,
+) -> None:
+    """Writes tokens into rows, and padding (zeros, experts and extras -1) into the rows after them.
+
+    Semantics: row[t] = (x[t], weight[t], expert[t], extra[t]) for t < T.
+
+    Args:
+        rows_MW: int32, contiguous; M >= T. Words between the parts stay as they are.
+        words: of a row.
+        x_TD: rows of whole words, each contiguous.
+        weight_TK: any float type, contiguous.
+        expert_TK: int32 or int64, contiguous.
+        extra_TX: int32 or int64, contiguous.
+    """
+    num_rows, num_words = rows_MW.shape
+    x_words = x_TD.view(torch.int32)
+    if num_words != words.num_words or x_words.shape[1] != words.num_x_words or x_TD.shape[0] > num_rows:
+        raise ValueError(f"rows {tuple(rows_MW.shape)} and x {tuple(x_words.shape)} in words, expected {words}")
+    if num_rows == 0:
+        return
+    _pack_kernel[num_rows, triton.cdiv(words.num_x_words, _BLOCK_WORDS)](
+        x_words, weight_TK, expert_TK, extra_TX, rows_MW, x_TD.shape[0], x_words.stride(0),
+        X_WORDS=words.num_x_words, WEIGHT_AT=words.weight_at, EXPERT_AT=words.expert_at, EXTRA_AT=words.extra_at,
+        WORDS=words.num_words, K=words.top_k, X=words.num_extras, SMALL=_small(words), BLOCK=_BLOCK_WORDS,
+    )  # fmt: skip
+
+
+def unpack_rows(
+    rows_NW: torch.Tensor, words: RowWords, *, first: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What goes with the hidden states, which are read where they are.
+
+    Semantics: slot[n, k] = expert[n, k] - first if first <= expert[n, k] < end, else -1.
+
+    Example: experts [[4, 9], [-1, 5]], first 4, end 8 -> slots [[0, -1], [-1, 1]].
+
+    Returns:
+        slot_NK int64, weight_NK float32, extra_XN int32.
+    """
+    num_rows, device = rows_NW.shape[0], rows_NW.device
+    slot_NK = torch.empty((num_rows, words.top_k), dtype=torch.int64, device=device)
+    weight_NK = torch.empty((num_rows, words.top_k), dtype=torch.float32, device=device)
+    extra_XN = torch.empty((words.num_extras, num_rows), dtype=torch.int32, device=device)
+    if num_rows:
+        _unpack_kernel[(triton.cdiv(num_rows, _BLOCK_ROWS),)](
+            rows_NW, slot_NK, weight_NK, extra_XN, num_rows, first, end, WEIGHT_AT=words.weight_at,
+            EXPERT_AT=words.expert_at, EXTRA_AT=words.extra_at, WORDS=words.num_words, K=words.top_k,
+            X=words.num_extras, SMALL=_small(words), BLOCK=_BLOCK_ROWS,
+        )  # fmt: skip
+    return slot_NK, weight_NK, extra_XN
+
+
+def _small(words: RowWords) -> int:
+    return int(triton.next_power_of_2(max(words.top_k, words.num_extras, 1)))
