@@ -1,0 +1,281 @@
+"""Times dispatch and combine of one MoE layer over the ranks there are, against four tensors in one NCCL group call.
+
+    torchrun --nproc-per-node 2 -m benchmarks.dispatch --out benchmarks/results/dispatch.json
+    torchrun --nproc-per-node 2 -m benchmarks.dispatch --device cpu --tokens 8   # tries the code
+
+Packing and unpacking are in the times. Backends whose launches depend on shapes alone run as CUDA graphs of ten calls;
+`all_to_all`, whose host waits for counts, runs as it is. Each cell is compared with what one rank computes first, and
+gets a time only if it is right. A time is the median over replays, of the slowest rank; on a CPU nothing is written.
+`benchmarks.dispatch_simulation` goes on from here to more ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from compute_worker.board_consensus import make_consensus
+from compute_worker.consensus import Proposal
+from compute_worker.dispatch.all_to_all import AllToAllDispatcher
+from compute_worker.dispatch.allgather_reducescatter import AllGatherDispatcher
+from compute_worker.dispatch.base import ArrivedTokens, CombineHandle, Dispatcher
+from compute_worker.ep_group import EPGroup
+from epilora.settings import WorkerSettings
+
+HIDDEN = (2048, 7168)
+TOKENS = (8, 64, 256, 4096)
+TOP_K, NUM_EXPERTS = 8, 128
+CALLS, REPLAYS, WARM_UP = 10, 30, 3
+EXCHANGES = 2000
+MAX_RELATIVE_ERROR = 2e-2
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """One rank's tokens."""
+
+    x_TD: torch.Tensor
+    expert_TK: torch.Tensor
+    weight_TK: torch.Tensor
+    slot_T: torch.Tensor
+
+    @classmethod
+    def make(cls, group: EPGroup, hidden: int, num_tokens: int) -> Inputs:
+        """Random tokens, in bfloat16 on a GPU, float32 on a CPU."""
+        generator = torch.Generator().manual_seed(group.ep_rank)
+        weight_TK, expert_TK = torch.rand((num_tokens, NUM_EXPERTS), generator=generator).topk(TOP_K, dim=1)
+        x_TD = torch.randn((num_tokens, hidden), generator=generator)
+        dtype = torch.bfloat16 if group.device.type == "cuda" else torch.float32
+        return cls(
+            x_TD=x_TD.to(group.device, dtype),
+            expert_TK=expert_TK.to(group.device),
+            weight_TK=weight_TK.to(group.device),
+            slot_T=torch.randint(-1, 8, (num_tokens,), generator=generator, dtype=torch.int32).to(group.device),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.x_TD.shape[0]
+
+
+class Reference:
+    """The reference scheme: hidden states, ids, weights and slots in one group call; parts back by reduce-scatter."""
+
+    def __init__(self, group: EPGroup, inputs: Inputs, *, with_slots: bool) -> None:
+        self._group = group
+        self._send = [inputs.x_TD, inputs.expert_TK.int(), inputs.weight_TK]
+        if with_slots:
+            self._send.append(inputs.slot_T)
+        self._received = [
+            tensor.new_empty((group.num_ranks * tensor.shape[0], *tensor.shape[1:])) for tensor in self._send
+        ]
+        self._y_TD = torch.empty_like(inputs.x_TD)
+
+    def dispatch(self) -> None:
+        """All tensors, one launch where the backend can."""
+        group = self._group
+        if group.device.type != "cuda":
+            for received, send in zip(self._received, self._send, strict=True):
+                _all_gather(received, send, group=group.data_group)
+            return
+        with dist._coalescing_manager(group=group.data_group, device=group.device):
+            for received, send in zip(self._received, self._send, strict=True):
+                dist.all_gather_into_tensor(received, send, group=group.data_group)
+
+    def combine(self) -> None:
+        """What arrived goes back as if computed."""
+        _reduce_scatter(self._y_TD, self._received[0], group=self._group.data_group)
+
+    def run(self) -> None:
+        """One layer."""
+        self.dispatch()
+        self.combine()
+
+
+class Ours:
+    """One layer through one of our dispatchers."""
+
+    def __init__(self, group: EPGroup, backend: str, inputs: Inputs, *, with_slots: bool) -> None:
+        makers: dict[str, Callable[[EPGroup], Dispatcher]] = {
+            "allgather_reducescatter": AllGatherDispatcher,
+            "all_to_all": AllToAllDispatcher,
+        }
+        self._group, self._inputs = group, inputs
+        self._dispatcher = makers[backend](group)
+        self._extras = {"adapter_slot": inputs.slot_T} if with_slots else {}
+        base, remainder = divmod(NUM_EXPERTS, group.num_ranks)
+        self._rank_offsets = [rank * base + min(rank, remainder) for rank in range(group.num_ranks + 1)]
+
+    def dispatch(self) -> tuple[ArrivedTokens, CombineHandle]:
+        """Sends the tokens."""
+        inputs = self._inputs
+        return self._dispatcher.dispatch(
+            inputs.x_TD,
+            inputs.expert_TK,
+            inputs.weight_TK,
+            self._extras,
+            rank_offsets=self._rank_offsets,
+            num_tokens_per_rank=[inputs.num_tokens] * self._group.num_ranks,
+        )
+
+    def combine(self, y_ND: torch.Tensor, handle: CombineHandle) -> torch.Tensor:
+        """Brings results back."""
+        return self._dispatcher.combine(y_ND, handle)
+
+    def error(self) -> float:
+        """Relative error of the result where expert e multiplies by e + 1."""
+        arrived, handle = self.dispatch()
+        first = self._rank_offsets[self._group.ep_rank]
+        factor_N = (arrived.weight_NK * torch.where(arrived.slot_NK < 0, 0, arrived.slot_NK + first + 1)).sum(dim=1)
+        part_ND = (arrived.x_ND.float() * factor_N.unsqueeze(1)).to(arrived.x_ND.dtype)
+        y_TD = self.combine(part_ND, handle).float()
+        inputs = self._inputs
+        expected = inputs.x_TD.float() * (inputs.weight_TK * (inputs.expert_TK + 1)).sum(dim=1, keepdim=True)
+        return float((y_TD - expected).norm() / expected.norm())
+
+
+class Clock:
+    """Times a call that all ranks make together, microseconds of the slowest rank."""
+
+    def __init__(self, group: EPGroup) -> None:
+        self._group = group
+
+    def graph_us(self, call: Callable[[], object]) -> float:
+        """As a CUDA graph of several calls; as it is on a CPU."""
+        if self._group.device.type != "cuda":
+            return self.eager_us(call)
+        for _ in range(WARM_UP):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            kept = [call() for _ in range(CALLS)]
+        times = []
+        for _ in range(REPLAYS + WARM_UP):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1000 / CALLS)
+        del kept
+        return self._slowest(statistics.median(times[WARM_UP:]))
+
+    def eager_us(self, call: Callable[[], object]) -> float:
+        """As it is."""
+        times = []
+        for _ in range(REPLAYS + WARM_UP):
+            self._synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            self._synchronize()
+            times.append((time.perf_counter() - start) * 1e6 / CALLS)
+        return self._slowest(statistics.median(times[WARM_UP:]))
+
+    def _synchronize(self) -> None:
+        if self._group.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _slowest(self, mine: float) -> float:
+        times = [0.0] * self._group.num_ranks
+        dist.all_gather_object(times, mine, group=self._group.control_group)
+        return max(times)
+
+
+def measure_cell(group: EPGroup, backend: str, inputs: Inputs, *, with_slots: bool) -> dict[str, object]:
+    """One cell of the results."""
+    ours = Ours(group, backend, inputs, with_slots=with_slots)
+    error = ours.error()
+    if not error <= MAX_RELATIVE_ERROR:
+        raise SystemExit(f"{backend}, {inputs.x_TD.shape}: relative error {error:.3g}, expected {MAX_RELATIVE_ERROR}")
+    reference, clock = Reference(group, inputs, with_slots=with_slots), Clock(group)
+    time_us = clock.eager_us if backend == "all_to_all" else clock.graph_us
+    arrived, handle = ours.dispatch()
+    y_ND = arrived.x_ND.contiguous()
+    reference_us = clock.graph_us(reference.run)
+    return {
+        "backend": backend,
+        "hidden": inputs.x_TD.shape[1],
+        "tokens_per_rank": inputs.num_tokens,
+        "with_slots": with_slots,
+        "dispatch_us": round(time_us(ours.dispatch), 2),
+        "combine_us": round(time_us(lambda: ours.combine(y_ND, handle)), 2),
+        "reference_us": round(reference_us, 2),
+    }
+
+
+def consensus_us(group: EPGroup, settings: WorkerSettings) -> float:
+    """One exchange of the ranks' proposals, as before each step."""
+    consensus = make_consensus(settings, group)
+    start = time.perf_counter()
+    for step in range(EXCHANGES):
+        consensus.exchange(Proposal(step=step))
+    return (time.perf_counter() - start) * 1e6 / EXCHANGES
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, object]:
+    """All cells."""
+    settings = WorkerSettings(model=Path(), num_ranks=arguments.ranks, device=arguments.device)
+    group = EPGroup.from_environment(settings)
+    cells = []
+    with torch.inference_mode():
+        for hidden in arguments.hidden:
+            for num_tokens in arguments.tokens:
+                inputs = Inputs.make(group, hidden, num_tokens)
+                for backend in ("allgather_reducescatter", "all_to_all"):
+                    for with_slots in (True, False):
+                        cell = measure_cell(group, backend, inputs, with_slots=with_slots)
+                        cells.append(cell)
+                        if group.ep_rank == 0:
+                            print(_line(cell), flush=True)
+    result: dict[str, object] = {
+        "hardware": f"{group.num_ranks} x {group.device_name.partition(' ')[2] or 'CPU'}",
+        "torch": torch.__version__,
+        "consensus_us": round(consensus_us(group, settings), 2),
+        "cells": cells,
+    }
+    if group.ep_rank == 0:
+        print(f"consensus {result['consensus_us']} us")
+        if arguments.out and group.device.type == "cuda":
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    dist.destroy_process_group()
+    return result
+
+
+def _line(cell: dict[str, object]) -> str:
+    total = float(cell["dispatch_us"]) + float(cell["combine_us"])  # type: ignore[arg-type]
+    ratio = total / float(cell["reference_us"])  # type: ignore[arg-type]
+    slots = "with slots" if cell["with_slots"] else "no slots"
+    return (
+        f"{cell['backend']:24} D {cell['hidden']:5} T {cell['tokens_per_rank']:5} {slots:10}"
+        f" dispatch {cell['dispatch_us']:8} combine {cell['combine_us']:8} reference {cell['reference_us']:8}"
+        f" us, ratio {ratio:.2f}"
+    )
+
+
+def main() -> None:
+    """Entry point; run it with torchrun."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="where to write the results (GPU only)")
+    parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hidden", type=int, nargs="*", default=HIDDEN)
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    measure(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
