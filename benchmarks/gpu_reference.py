@@ -14,7 +14,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from compute_worker.checkpoint import random_dense, random_expert
+from compute_worker.checkpoint import random_dense
+from compute_worker.checkpoint_experts import random_expert
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ import mmap
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import structlog
@@ -20,7 +20,7 @@ import torch
 
 from compute_worker.adapter_buffers import AdapterPlan, AdapterTensors, fill_adapter, plan_adapter
 from compute_worker.slice_reader import read_slice
-from epilora.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
+from epilora.errors import FailedPreconditionError, ResourceExhaustedError, StalePlacementError, UnavailableError
 from epilora.load_spec import MoEEPLoadSpec
 from epilora.model_spec import ModelSpec
 
@@ -53,6 +53,14 @@ class Resident:
 class _Entry:
     resident: Resident
     tensors: AdapterTensors
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Move:
+    """The next placement, and the resident adapters' slices for it."""
+
+    load_spec: MoEEPLoadSpec
+    entries: dict[int, _Entry] = field(default_factory=dict)
 
 
 class AdapterPool:
@@ -88,29 +96,32 @@ class AdapterPool:
         self._lock = threading.Lock()
         self._entries: dict[int, _Entry] = {}
         self._active: Mapping[int, AdapterTensors] = {}
+        self._move: _Move | None = None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def stage(self, *, name: str, generation: int, path: Path, placement_id: str) -> int:
-        """Copies a slice to this rank's memory. Idempotent.
+        """Copies a slice to this rank's memory, of a resident adapter also for the placement to come. Idempotent.
 
         Returns:
             Bytes it takes.
 
         Raises:
             StalePlacementError: the slice is for another placement, rank or model.
+            FailedPreconditionError: for the placement to come, but the adapter is not resident.
             ResourceExhaustedError: no room.
             UnavailableError: other stages took too long.
             InternalError: the file is broken.
         """
         with self._staging():
             with self._lock:
-                if generation in self._entries:
-                    return _bytes_of(self._entries[generation])
-            source = read_slice(
-                path, placement_id=placement_id, load_spec=self._load_spec, dense_modules=self._dense_modules
-            )
+                move, load_spec, entries = self._target(placement_id)
+                if generation in entries:
+                    return _bytes_of(entries[generation])
+                if move is not None and generation not in self._entries:
+                    raise _not_resident(name, generation)
+            source = read_slice(path, placement_id=placement_id, load_spec=load_spec, dense_modules=self._dense_modules)
             plan = plan_adapter(source, dtype=self._dtype, rank_multiple=self._rank_multiple)
-            self._check_room(name, plan.num_bytes)
+            self._check_room(name, plan.num_bytes, entries)
             tensors = self._copy(plan)
             resident = Resident(
                 name=name,
@@ -122,7 +133,15 @@ class AdapterPool:
             entry = _Entry(resident=resident, tensors=tensors)
             assert tensors.storage_bytes() == _bytes_of(entry), (tensors.storage_bytes(), resident)
             with self._lock:
-                self._entries[generation] = entry
+                now = self._target(placement_id)
+                if now[1] is not load_spec:
+                    raise StalePlacementError(
+                        f"The placement changed while the slice {path} was copied; build it for the new one",
+                        reason="STALE_PLACEMENT",
+                    )
+                if move is not None and generation not in self._entries:
+                    raise _not_resident(name, generation)
+                now[2][generation] = entry
             _log.info("adapter staged", adapter=name, generation=generation, bytes=_bytes_of(entry))
             return _bytes_of(entry)
 
@@ -147,6 +166,8 @@ class AdapterPool:
             entry = self._entries.pop(generation, None)
             if entry is None:
                 return
+            if self._move is not None:
+                self._move.entries.pop(generation, None)
             slot = entry.resident.adapter_slot
             self._active = {key: value for key, value in self._active.items() if key != slot}
         self._release(entry)
@@ -173,8 +194,49 @@ class AdapterPool:
                         reason="ADAPTER_ACTIVE",
                     )
                 del self._entries[generation]
+                if self._move is not None:
+                    self._move.entries.pop(generation, None)
             self._release(entry)
             return _bytes_of(entry)
+
+    def begin_move(self, load_spec: MoEEPLoadSpec) -> None:
+        """From now on slices for this load spec may be staged, too, of adapters that are resident."""
+        with self._lock:
+            self._move = _Move(load_spec=load_spec)
+
+    def is_move_complete(self) -> bool:
+        """True if every resident adapter has its slices for the placement to come."""
+        with self._lock:
+            return self._move is not None and self._move.entries.keys() == self._entries.keys()
+
+    def end_move(self) -> None:
+        """Drops the slices for the placement to come."""
+        with self._lock:
+            self._move = None
+
+    def place(self) -> None:
+        """Every adapter's slices become those for the placement to come, which all active ones have. Step thread only.
+
+        An adapter that was staged since is_move_complete said so has none, and is freed: its activation is refused.
+        """
+        with self._lock:
+            move, old = self._move, self._entries
+            assert move is not None
+            slots = {generation: entry.resident.adapter_slot for generation, entry in old.items()}
+            active = {generation for generation, slot in slots.items() if slot != _INACTIVE}
+            assert active <= move.entries.keys(), (active, list(move.entries))
+            self._entries = {
+                generation: replace(entry, resident=replace(entry.resident, adapter_slot=slots[generation]))
+                for generation, entry in move.entries.items()
+            }
+            self._active = {
+                entry.resident.adapter_slot: entry.tensors
+                for entry in self._entries.values()
+                if entry.resident.adapter_slot != _INACTIVE
+            }
+            self._load_spec, self._move = move.load_spec, None
+        for entry in old.values():
+            self._release(entry)
 
     def residents(self) -> list[Resident]:
         """All adapters in memory, by generation."""
@@ -189,7 +251,15 @@ class AdapterPool:
     def num_bytes(self) -> int:
         """Bytes of all storages."""
         with self._lock:
-            return sum(entry.tensors.storage_bytes() for entry in self._entries.values())
+            entries = [*self._entries.values(), *(self._move.entries.values() if self._move is not None else ())]
+            return sum(entry.tensors.storage_bytes() for entry in entries)
+
+    def _target(self, placement_id: str) -> tuple[_Move | None, MoEEPLoadSpec, dict[int, _Entry]]:
+        """Where slices for a placement go: the move if they are for it, load spec, and the entries of its adapters."""
+        move = self._move
+        if move is not None and placement_id == move.load_spec.placement_id:
+            return move, move.load_spec, move.entries
+        return None, self._load_spec, self._entries
 
     @contextmanager
     def _staging(self) -> Iterator[None]:
@@ -205,8 +275,10 @@ class AdapterPool:
         finally:
             self._stage_lock.release()
 
-    def _check_room(self, name: str, num_bytes: int) -> None:
-        used = self.num_bytes()
+    def _check_room(self, name: str, num_bytes: int, entries: Mapping[int, _Entry]) -> None:
+        """The adapters of one placement must fit; for the time of a move, those of two are in memory."""
+        with self._lock:
+            used = sum(entry.tensors.storage_bytes() for entry in entries.values())
         if used + num_bytes > self._max_bytes:
             raise ResourceExhaustedError(
                 f"Adapter {name} needs {num_bytes} bytes on ep_rank {self._load_spec.ep_rank}, where {used} of"
@@ -238,6 +310,13 @@ def allocate_private(count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(0, dtype=dtype)
     pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=dtype, count=count)
+
+
+def _not_resident(name: str, generation: int) -> FailedPreconditionError:
+    return FailedPreconditionError(
+        f"Generation {generation} of adapter {name} is not resident here; only resident adapters move",
+        reason="ADAPTER_NOT_RESIDENT",
+    )
 
 
 def _bytes_of(entry: _Entry) -> int:

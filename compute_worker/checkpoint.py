@@ -6,8 +6,7 @@ The model is built without memory (meta device). The experts' parameters, all [E
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,15 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
+from compute_worker.checkpoint_experts import (
+    ExpertParameter,
+    ExpertReader,
+    FillExpert,
+    copy_tensor,
+    draw,
+    fill_from,
+    random_expert,
+)
 from compute_worker.checkpoint_files import CheckpointFiles
 from compute_worker.checkpoint_keys import CheckpointPlan, plan_checkpoint
 from compute_worker.experts_modules import ExpertsTraits, shape_of
@@ -29,7 +37,6 @@ from epilora.settings import WorkerSettings
 ATTENTION_IMPLEMENTATION = "epilora_paged"
 EXPERTS_IMPLEMENTATION = "epilora"
 
-_RANDOM_STD = 0.02
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _log = structlog.get_logger()
@@ -46,6 +53,8 @@ class LoadedModel:
         base_dense_bytes: of all other weights and tables.
         base_expert_growth_bytes: growth of the process's memory (CPU) or of live device memory (GPU) while the
             experts were read.
+        experts: the experts' parameters, by name.
+        reader: for experts that come here later.
     """
 
     model: PreTrainedModel
@@ -53,26 +62,11 @@ class LoadedModel:
     base_expert_bytes: int
     base_dense_bytes: int
     base_expert_growth_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _ExpertParameter:
-    """A parameter [E, ...] of an experts module, of which this rank holds some slots."""
-
-    owner: nn.Module
-    attribute: str
-    local_experts: tuple[int, ...]
-    full_shape: tuple[int, ...]
-
-    def local(self) -> nn.Parameter:
-        """The parameter as it is now."""
-        parameter = getattr(self.owner, self.attribute)
-        assert isinstance(parameter, nn.Parameter)
-        return parameter
+    experts: Mapping[str, ExpertParameter]
+    reader: ExpertReader
 
 
 _FillDense = Callable[[set[str], torch.Tensor], None]
-_FillExpert = Callable[[str, int, torch.Tensor], None]
 
 
 def load_model(settings: WorkerSettings, load_spec: MoEEPLoadSpec, device: torch.device) -> LoadedModel:
@@ -96,8 +90,10 @@ def load_model(settings: WorkerSettings, load_spec: MoEEPLoadSpec, device: torch
     experts = _expert_parameters(model, load_spec)
     if settings.load_format == "random":
         growth = _fill(model, experts, device, random_dense, random_expert)
+        shapes = {name: parameter.full_shape for name, parameter in experts.items()}
+        reader = ExpertReader(directory=settings.model, plan=None, identity=(), full_shapes=shapes)
     else:
-        growth = _fill_from_files(settings.model, model, experts, device)
+        growth, reader = _fill_from_files(settings.model, model, experts, device)
     expert_bytes = sum(parameter.local().nbytes for parameter in experts.values())
     expected = sum(
         torch.Size(parameter.full_shape[1:]).numel() * len(parameter.local_experts) * dtype.itemsize
@@ -110,6 +106,8 @@ def load_model(settings: WorkerSettings, load_spec: MoEEPLoadSpec, device: torch
         base_expert_bytes=expert_bytes,
         base_dense_bytes=_unique_bytes(model) - expert_bytes,
         base_expert_growth_bytes=growth,
+        experts=experts,
+        reader=reader,
     )
     _log.info(
         "weights loaded",
@@ -138,7 +136,7 @@ def _dtype_of(wanted: str, config: object) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def _expert_parameters(model: PreTrainedModel, load_spec: MoEEPLoadSpec) -> dict[str, _ExpertParameter]:
+def _expert_parameters(model: PreTrainedModel, load_spec: MoEEPLoadSpec) -> dict[str, ExpertParameter]:
     """The 3D expert parameters by name, checked against the load spec."""
     found = {}
     for layer in load_spec.layers:
@@ -155,8 +153,12 @@ def _expert_parameters(model: PreTrainedModel, load_spec: MoEEPLoadSpec) -> dict
         ):
             raise _unsupported_experts(model, moe, f"has the sizes {shape}")
         for name, parameter in module.named_parameters():
-            found[f"{moe.module}.{name}"] = _ExpertParameter(
-                owner=module, attribute=name, local_experts=layer.local_experts, full_shape=tuple(parameter.shape)
+            found[f"{moe.module}.{name}"] = ExpertParameter(
+                layer=moe.layer,
+                owner=module,
+                attribute=name,
+                local_experts=layer.local_experts,
+                full_shape=tuple(parameter.shape),
             )
     return found
 
@@ -169,9 +171,9 @@ def _unsupported_experts(model: nn.Module, moe: MoELayerSpec, what: str) -> Inva
 
 
 def _fill_from_files(
-    directory: Path, model: PreTrainedModel, experts: dict[str, _ExpertParameter], device: torch.device
-) -> int:
-    """Fills everything from the files; returns the growth of memory while experts were read, bytes."""
+    directory: Path, model: PreTrainedModel, experts: dict[str, ExpertParameter], device: torch.device
+) -> tuple[int, ExpertReader]:
+    """Fills everything from the files; returns the growth of memory while experts were read, bytes, and a reader."""
     full_shapes = {name: parameter.full_shape for name, parameter in experts.items()}
     with CheckpointFiles(directory) as files:
         plan = plan_checkpoint(model, files.keys(), full_shapes)
@@ -180,22 +182,13 @@ def _fill_from_files(
         def fill_dense(names: set[str], parameter: torch.Tensor) -> None:
             # Of tied names, a checkpoint may hold one only.
             name = min(names & plan.dense.keys())
-            _copy(files, plan.dense[name], parameter, name)
+            copy_tensor(files, plan.dense[name], parameter, name)
 
-        def fill_expert(name: str, expert: int, weight: torch.Tensor) -> None:
-            if name in plan.fused_experts:
-                stacked = files.tensor(plan.fused_experts[name])
-                _check_shape(plan.fused_experts[name], stacked, full_shapes[name], name)
-                weight.copy_(stacked[expert])
-                return
-            for part in plan.expert_parts[name, expert]:
-                rows = weight.chunk(part.num_parts, dim=0)[part.index]
-                _copy(files, part.key, rows, f"{name}[{expert}]")
-
-        return _fill(model, experts, device, fill_dense, fill_expert)
+        growth = _fill(model, experts, device, fill_dense, fill_from(files, plan, full_shapes))
+        return growth, ExpertReader(directory=directory, plan=plan, identity=files.identity, full_shapes=full_shapes)
 
 
-def _check_complete(plan: CheckpointPlan, model: PreTrainedModel, experts: dict[str, _ExpertParameter]) -> None:
+def _check_complete(plan: CheckpointPlan, model: PreTrainedModel, experts: dict[str, ExpertParameter]) -> None:
     """Raises unless the plan has a key for every parameter and stored table, and every part of every local expert."""
     missing = [name for names in _shared_names(model, experts) if not (names & plan.dense.keys()) for name in names]
     for name, parameter in experts.items():
@@ -214,7 +207,7 @@ def _check_complete(plan: CheckpointPlan, model: PreTrainedModel, experts: dict[
         )
 
 
-def _shared_names(model: PreTrainedModel, experts: dict[str, _ExpertParameter]) -> list[set[str]]:
+def _shared_names(model: PreTrainedModel, experts: dict[str, ExpertParameter]) -> list[set[str]]:
     """Names of each parameter and stored table that is no expert's; tied ones together."""
     names: dict[int, set[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
@@ -229,10 +222,10 @@ def _shared_names(model: PreTrainedModel, experts: dict[str, _ExpertParameter]) 
 
 def _fill(
     model: PreTrainedModel,
-    experts: dict[str, _ExpertParameter],
+    experts: dict[str, ExpertParameter],
     device: torch.device,
     fill_dense: _FillDense,
-    fill_expert: _FillExpert,
+    fill_expert: FillExpert,
 ) -> int:
     """Gives every parameter and table its memory and value; returns the experts' growth of memory, bytes."""
     for names in _shared_names(model, experts):
@@ -300,38 +293,13 @@ def _owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path), attribute
 
 
-def _copy(files: CheckpointFiles, key: str, target: torch.Tensor, name: str) -> None:
-    source = files.tensor(key)
-    _check_shape(key, source, tuple(target.shape), name)
-    target.copy_(source)
-
-
-def _check_shape(key: str, source: torch.Tensor, expected: tuple[int, ...], name: str) -> None:
-    if tuple(source.shape) != expected:
-        raise InvalidArgumentError(
-            f"Checkpoint key {key} has shape {list(source.shape)}, expected {list(expected)} for {name}",
-            reason="WEIGHT_SHAPE_MISMATCH",
-            metadata={"key": key},
-        )
-
-
 def random_dense(names: set[str], parameter: torch.Tensor) -> None:
     """Draws a weight; the same values for a name in every process. Norms are one, biases zero."""
     name = min(names)
     if parameter.dim() == 1:
         parameter.fill_(0.0 if name.endswith("bias") else 1.0)
     else:
-        _draw(name, parameter)
-
-
-def random_expert(name: str, expert: int, weight: torch.Tensor) -> None:
-    """Draws one expert's matrix; the same values wherever the expert is placed."""
-    _draw(f"{name}[{expert}]", weight)
-
-
-def _draw(name: str, tensor: torch.Tensor) -> None:
-    generator = torch.Generator(device=tensor.device).manual_seed(zlib.crc32(name.encode()))
-    tensor.normal_(0.0, _RANDOM_STD, generator=generator)
+        draw(name, parameter)
 
 
 def _unique_bytes(model: PreTrainedModel) -> int:

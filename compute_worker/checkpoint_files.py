@@ -47,7 +47,10 @@ class CheckpointFiles:
         """
         self._entries: dict[str, _Entry] = {}
         self._maps: dict[Path, mmap.mmap] = {}
-        for file in _files_of(directory):
+        found = _files_of(directory)
+        self.identity = tuple((file.name, *_identity_of(file)) for file in found)
+        """Changes when a file is replaced or written to."""
+        for file in found:
             for key, entry in _read_header(file).items():
                 if key in self._entries:
                     raise _broken(file, f"key {key} is in {self._entries[key].file.name}, too")
@@ -103,6 +106,11 @@ def _files_of(directory: Path) -> list[Path]:
                 reason="WEIGHTS_NOT_FOUND",
             )
     return files
+
+
+def _identity_of(file: Path) -> tuple[int, ...]:
+    status = file.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _read_header(file: Path) -> dict[str, _Entry]:

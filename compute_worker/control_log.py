@@ -1,7 +1,7 @@
-"""The numbered log of adapter changes that all ranks apply at the same step.
+"""The numbered log of changes of adapters and placement that all ranks apply at the same step.
 
 ep_rank 0 numbers the entries and announces them in its step message. Each rank says in its own
-message up to which entry it can apply (the adapter is staged; no request needs the retired one).
+message up to which entry it can apply (the adapter is staged; no request needs the retired one; the move is prepared).
 All ranks see all messages, so each computes the same "apply up to", and the flip happens at the
 same step everywhere. An entry that some rank refuses is dropped by all.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 from epilora.errors import EpiloraError, FailedPreconditionError, ResourceExhaustedError
 
@@ -21,11 +22,15 @@ class Operation(IntEnum):
 
     ACTIVATE = 1
     RETIRE = 2
+    PLACE = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One change: make a staged generation visible in a slot, or take it away."""
+    """One change: make a staged generation visible in a slot, take it away, or take up a prepared move.
+
+    For PLACE, generation is the number of the move, and adapter_slot -1.
+    """
 
     number: int
     operation: Operation
@@ -41,6 +46,22 @@ class Applied:
     step: int
 
 
+class Moves(Protocol):
+    """What the log asks of moves to another placement; see PlacementMover."""
+
+    def promise(self, number: int) -> bool:
+        """Whether this rank can take the move up at the next step."""
+        ...
+
+    def withdraw(self, number: int) -> None:
+        """The move is not taken up."""
+        ...
+
+    def place(self, number: int) -> None:
+        """Takes the move up."""
+        ...
+
+
 class ControlLog:
     """A rank's copy of the log. Used by the step thread only, except `Future`s that it completes.
 
@@ -50,6 +71,7 @@ class ControlLog:
         in_use: whether a request on this rank needs a generation.
         activate: makes a generation visible in a slot.
         retire: frees a generation.
+        moves: to another placement.
     """
 
     def __init__(
@@ -60,12 +82,14 @@ class ControlLog:
         in_use: Callable[[int], bool],
         activate: Callable[[int, int], None],
         retire: Callable[[int], None],
+        moves: Moves,
     ) -> None:
         self._num_slots = num_slots
         self._is_staged = is_staged
         self._in_use = in_use
         self._activate = activate
         self._retire = retire
+        self._moves = moves
         self._slot_of: dict[int, int] = {}
         self._pending: list[Entry] = []
         self._last_known = 0
@@ -115,6 +139,10 @@ class ControlLog:
             return
         self._number(Operation.RETIRE, generation, slot, future)
 
+    def submit_place(self, number: int, future: Future[Applied]) -> None:
+        """Numbers a move to another placement; the future completes once every rank has taken it up."""
+        self._number(Operation.PLACE, number, -1, future)
+
     # Every rank: one step.
 
     def next_announcement(self) -> Entry | None:
@@ -135,7 +163,7 @@ class ControlLog:
         if not self._pending:
             return 0
         entry = self._pending[0]
-        impossible = entry.operation is Operation.ACTIVATE and not self._is_staged(entry.generation)
+        impossible = entry.operation is not Operation.RETIRE and not self._ready(entry)
         return entry.number if impossible else 0
 
     def advance(
@@ -161,10 +189,12 @@ class ControlLog:
             self._apply(self._pending.pop(0), step)
         if self._pending and self._pending[0].number in refused:
             dropped = self._pending.pop(0)
+            if dropped.operation is Operation.PLACE:
+                self._moves.withdraw(dropped.generation)
             refusing = [rank for rank, number in enumerate(refused) if number == dropped.number]
             waiting = self._futures.pop(dropped.number, None)
             if waiting is not None:
-                waiting.set_exception(_not_staged(dropped, refusing))
+                waiting.set_exception(_refusal(dropped, refusing))
         if announced is not None and announced.number > self._last_known:
             self._pending.append(announced)
             self._last_known = announced.number
@@ -191,12 +221,16 @@ class ControlLog:
     def _ready(self, entry: Entry) -> bool:
         if entry.operation is Operation.ACTIVATE:
             return self._is_staged(entry.generation)
+        if entry.operation is Operation.PLACE:
+            return self._moves.promise(entry.generation)
         return not self._in_use(entry.generation)
 
     def _apply(self, entry: Entry, step: int) -> None:
         if entry.operation is Operation.ACTIVATE:
             self._activate(entry.generation, entry.adapter_slot)
             self._slot_of[entry.generation] = entry.adapter_slot
+        elif entry.operation is Operation.PLACE:
+            self._moves.place(entry.generation)
         else:
             self._retire(entry.generation)
             self._slot_of.pop(entry.generation, None)
@@ -205,7 +239,14 @@ class ControlLog:
             self._applied.append((future, Applied(adapter_slot=entry.adapter_slot, step=step)))
 
 
-def _not_staged(entry: Entry, ranks: list[int]) -> FailedPreconditionError:
+def _refusal(entry: Entry, ranks: list[int]) -> FailedPreconditionError:
+    if entry.operation is Operation.PLACE:
+        return FailedPreconditionError(
+            f"move {entry.generation} is not prepared on ranks {ranks}, or not all of their adapters are; prepare it on"
+            " every rank first",
+            reason="PLACEMENT_NOT_PREPARED",
+            metadata={"ranks": ranks},
+        )
     return FailedPreconditionError(
         f"adapter generation {entry.generation} is not staged on ranks {ranks}; stage it on every rank first",
         reason="ADAPTER_NOT_STAGED",

@@ -29,15 +29,17 @@ class PhysicalExperts:
         copies_EC: int64, physical ids; a row with fewer copies repeats them.
         num_copies_E: int64.
         rank_offsets: first physical id of each rank, then their number.
+        shift: copy that this rank's first token takes; ranks with a token each then use different copies.
     """
 
     copies_EC: torch.Tensor
     num_copies_E: torch.Tensor
     rank_offsets: tuple[int, ...]
+    shift: int = 0
 
     @classmethod
-    def make(cls, placement: ExpertPlacement, layer: int, device: torch.device) -> PhysicalExperts:
-        """The tables of one layer, on the device."""
+    def make(cls, placement: ExpertPlacement, layer: int, device: torch.device, *, ep_rank: int) -> PhysicalExperts:
+        """The tables of one layer for the tokens of a rank, on the device."""
 
         def on_device(table: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
             return torch.from_numpy(table.astype(np.int64)).to(device)
@@ -46,16 +48,17 @@ class PhysicalExperts:
             copies_EC=on_device(placement.copies(layer)),
             num_copies_E=on_device(placement.num_copies(layer)),
             rank_offsets=tuple(int(offset) for offset in placement.rank_offsets(layer)),
+            shift=ep_rank,
         )
 
     def choose(self, expert_TK: torch.Tensor) -> torch.Tensor:
-        """Physical expert for each logical one: token t takes copy t modulo the number of copies. -1 stays.
+        """Physical expert for each logical one: token t takes copy shift + t modulo the number of copies. -1 stays.
 
-        Example: expert 3 has copies 3 and 8: tokens 0, 1, 2 that all chose it get 3, 8, 3.
+        Example: shift 0, expert 3 has copies 3 and 8: tokens 0, 1, 2 that all chose it get 3, 8, 3.
         """
         expert_TK = expert_TK.long()
         logical_TK = expert_TK.clamp(min=0)
-        token_T1 = torch.arange(expert_TK.shape[0], device=expert_TK.device).unsqueeze(1)
+        token_T1 = torch.arange(self.shift, self.shift + expert_TK.shape[0], device=expert_TK.device).unsqueeze(1)
         physical_TK = self.copies_EC[logical_TK, token_T1 % self.num_copies_E[logical_TK]]
         return torch.where(expert_TK < 0, -1, physical_TK)
 
@@ -87,6 +90,10 @@ class ExpertLayer:
         self._dispatcher = dispatcher
         self._backend = backend
         self._counter = counter
+
+    def place(self, *, weights: ExpertWeights, physical: PhysicalExperts, counter: torch.Tensor) -> None:
+        """Takes another placement's experts, between two steps; see the constructor."""
+        self.weights, self._physical, self._counter = weights, physical, counter
 
     def forward(self, x_TD: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
         """The weighted sum of the chosen experts' outputs, in the dtype of x. All ranks call it together.

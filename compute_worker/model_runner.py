@@ -17,10 +17,10 @@ from compute_worker.adapter_pool import AdapterPool
 from compute_worker.checkpoint import load_model
 from compute_worker.dense_lora import DenseLora
 from compute_worker.ep_group import EPGroup
-from compute_worker.expert_load import ExpertLoad
 from compute_worker.input_scaled_block import replace_blocks
 from compute_worker.model_probe import attach_attention, probe_model
 from compute_worker.paged_attention import PagedAttention, SequenceSpan, prepare_step
+from compute_worker.placement_move import Placed, PlacementMover
 from compute_worker.process_memory import anonymous_bytes
 from compute_worker.runner_parts import (
     attach_expert_layers,
@@ -30,11 +30,11 @@ from compute_worker.runner_parts import (
     max_adapter_bytes,
     rank_multiple_of,
     register_functions,
+    weights_of,
 )
 from compute_worker.step_context import CurrentStep, StepContext
 from epilora.errors import InvalidArgumentError
 from epilora.families import family_of
-from epilora.load_spec import MoEEPLoadSpec
 from epilora.model_spec import ModelSpec, MoELayerSpec
 from epilora.placement import ExpertPlacement
 from epilora.settings import WorkerSettings
@@ -91,7 +91,7 @@ class ModelRunner:
         dtype: of the weights.
         dense_modules: modules outside the routed experts whose pairs take effect.
         pool: the adapters in memory.
-        expert_load: rows that local experts have computed.
+        mover: moves the experts to another placement.
     """
 
     def __init__(self, settings: WorkerSettings, model: ModelSpec, placement: ExpertPlacement, group: EPGroup) -> None:
@@ -109,8 +109,8 @@ class ModelRunner:
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self._device = group.device
         self._spec = model
-        load_spec = MoEEPLoadSpec.make(model, placement, group.ep_rank)
-        self._loaded = load_model(settings, load_spec, group.device)
+        placed = Placed.make(model, placement, group.ep_rank, group.device)
+        self._loaded = load_model(settings, placed.load_spec, group.device)
         self._model = self._loaded.model
         self.dtype = self._loaded.dtype
         self.vocab_size = model.vocab_size
@@ -124,27 +124,34 @@ class ModelRunner:
         self.dense_modules = probe.dense_modules
         self._current = CurrentStep()
         backend = make_backend(settings, group.device)
-        self.expert_load = ExpertLoad(
-            {spec.moe.layer: len(spec.local_experts) for spec in load_spec.layers}, group.device
-        )
         self._layers = attach_expert_layers(
             self._model,
             model,
             placement,
+            ep_rank=group.ep_rank,
             dispatcher=make_dispatcher(settings, group),
             backend=backend,
             current=self._current,
-            load=self.expert_load,
+            load=placed.expert_load,
             device=group.device,
         )
         adapter_bytes = max_adapter_bytes(settings, group.device)
         self.pool = AdapterPool(
             model=dataclasses.replace(model, dense_modules=self.dense_modules),
-            load_spec=load_spec,
+            load_spec=placed.load_spec,
             dtype=self.dtype if settings.adapter_dtype == "model" else None,
             device=group.device,
             max_bytes=adapter_bytes,
             rank_multiple=rank_multiple_of(backend, self.dtype),
+        )
+        self.mover = PlacementMover(
+            model=model,
+            placed=placed,
+            loaded=self._loaded,
+            layers=self._layers,
+            weights_of=weights_of,
+            pool=self.pool,
+            device=group.device,
         )
         cache = make_kv_cache(
             settings, probe.kv_shapes, dtype=self.dtype, device=group.device, adapter_bytes=adapter_bytes
@@ -222,6 +229,11 @@ class ModelRunner:
                 return context.routed_output
             return y_TD
 
+    @property
+    def placed(self) -> Placed:
+        """The placement of the next step, and the rows counted under it; another object after each move."""
+        return self.mover.placed
+
     def _block_of(self, layer: int) -> nn.Module:
         block: nn.Module = self._model.get_submodule(self._moe(layer).module.rpartition(".")[0])
         return block
@@ -262,7 +274,7 @@ class ModelRunner:
         is_gpu = self._device.type == "cuda"
         free, total = torch.cuda.mem_get_info(self._device) if is_gpu else (0, 0)
         return MemoryReport(
-            base_expert_bytes=self._loaded.base_expert_bytes,
+            base_expert_bytes=self.mover.num_bytes(),
             base_dense_bytes=self._loaded.base_dense_bytes,
             kv_cache_bytes=self._attention.cache.num_bytes(),
             adapter_bytes=self.pool.num_bytes(),

@@ -87,6 +87,7 @@ def attach_expert_layers(
     spec: ModelSpec,
     placement: ExpertPlacement,
     *,
+    ep_rank: int,
     dispatcher: Dispatcher,
     backend: ExpertBackend,
     current: CurrentStep,
@@ -99,9 +100,9 @@ def attach_expert_layers(
         module = model.get_submodule(moe.module)
         layers[moe.layer] = ExpertLayer(
             layer=moe.layer,
-            weights=_weights_of(module),
+            weights=weights_of(module),
             scales_input=_traits_of(module).scales_input,
-            physical=PhysicalExperts.make(placement, moe.layer, device),
+            physical=PhysicalExperts.make(placement, moe.layer, device, ep_rank=ep_rank),
             dispatcher=dispatcher,
             backend=backend,
             current=current,
@@ -162,7 +163,7 @@ def _traits_of(module: nn.Module) -> ExpertsTraits:
     return traits
 
 
-def _weights_of(module: nn.Module) -> ExpertWeights:
+def weights_of(module: nn.Module) -> ExpertWeights:
     """The local slots' weights and activation of one of transformers' experts modules."""
     traits = _traits_of(module)
     parameters = {name: parameter.data for name, parameter in module.named_parameters()}

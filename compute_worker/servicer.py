@@ -17,6 +17,8 @@ from compute_worker.requests import GenerateOutput, GenerateRequest, OutputQueue
 from compute_worker.tensors import FLOAT_TYPES, array_to_message, to_message, to_torch
 from compute_worker.worker import Worker
 from epilora.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
+from epilora.load_spec import MoEEPLoadSpec
+from epilora.placement import ExpertPlacement
 from epilora.v1 import worker_service_pb2 as pb
 from epilora.v1 import worker_service_pb2_grpc
 
@@ -61,6 +63,31 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     async def DiscardAdapter(self, request: pb.DiscardAdapterRequest, context: Any) -> pb.DiscardAdapterResponse:  # noqa: N802
         freed = await asyncio.to_thread(self._worker.runner.pool.discard, request.generation)
         return pb.DiscardAdapterResponse(freed_bytes=freed)
+
+    async def PreparePlacement(  # noqa: N802
+        self, request: pb.PreparePlacementRequest, context: Any
+    ) -> pb.PreparePlacementResponse:
+        placement = ExpertPlacement.from_proto(request.placement)
+        mover = self._worker.runner.mover
+        try:
+            num_read = await asyncio.to_thread(mover.prepare, request.move_number, placement)
+        except asyncio.CancelledError:
+            # Nobody waits for it any more, and whoever asked may be gone for good.
+            await asyncio.to_thread(mover.abandon, request.move_number)
+            raise
+        spec = MoEEPLoadSpec.make(self._worker.model, placement, self._worker.ep_rank)
+        return pb.PreparePlacementResponse(load_spec=spec.to_proto(), num_experts_read=num_read)
+
+    async def TakePlacement(self, request: pb.TakePlacementRequest, context: Any) -> pb.TakePlacementResponse:  # noqa: N802
+        self._require_leader()
+        applied = await asyncio.shield(asyncio.wrap_future(self._worker.loop.place(request.move_number)))
+        return pb.TakePlacementResponse(step=applied.step)
+
+    async def AbandonPlacement(  # noqa: N802
+        self, request: pb.AbandonPlacementRequest, context: Any
+    ) -> pb.AbandonPlacementResponse:
+        await asyncio.to_thread(self._worker.runner.mover.abandon)
+        return pb.AbandonPlacementResponse()
 
     async def GenerateTokens(  # noqa: N802
         self, request: pb.GenerateTokensRequest, context: Any

@@ -132,6 +132,12 @@ class StepLoop:
         self._post(lambda: self._control.submit_retire(generation, future))
         return future
 
+    def place(self, number: int) -> Future[Applied]:
+        """Leader: takes a prepared move to another placement up on every rank. Any thread."""
+        future: Future[Applied] = Future()
+        self._post(lambda: self._control.submit_place(number, future))
+        return future
+
     def _post(self, action: Callable[[], None]) -> None:
         self._inbox.put(action)
         self._wake.set()
@@ -190,7 +196,7 @@ class StepLoop:
         )
         worked = self._generate_step(chunks, [p.num_tokens for p in proposals])
         worked |= self._expert_step(calls, proposals)
-        self._runner.expert_load.refresh(worked=worked)
+        self._runner.placed.expert_load.refresh(worked=worked)
         self._last_turn = time.monotonic()
         if all(p.stopping for p in proposals):
             return False

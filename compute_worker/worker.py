@@ -18,7 +18,7 @@ from compute_worker.model_runner import ModelRunner
 from compute_worker.scheduler import Scheduler
 from compute_worker.step_loop import StepLoop
 from compute_worker.tensors import data_type_of
-from epilora.load_spec import MoEEPLoadSpec
+from epilora.errors import InvalidArgumentError
 from epilora.placement import ExpertPlacement
 from epilora.settings import WorkerSettings
 from epilora.v1 import cluster_service_pb2, types_pb2, worker_service_pb2
@@ -41,14 +41,13 @@ class Worker:
         self.model = load_spec_of_model(settings.model)
         self._group = group
         self._instance_id = uuid.uuid4().hex
-        self._placement = ExpertPlacement.make(settings.placement, self.model, group.num_ranks)
-        self._load_spec = MoEEPLoadSpec.make(self.model, self._placement, group.ep_rank)
-        self.runner = ModelRunner(settings, self.model, self._placement, group)
+        placement = ExpertPlacement.make(settings.placement, self.model, group.num_ranks)
+        self.runner = ModelRunner(settings, self.model, placement, group)
         capacity = self.runner.num_kv_blocks * self.runner.kv_block_size
         wanted = settings.max_sequence_length or self.model.max_position_embeddings
         self.max_sequence_length = min(wanted, self.model.max_position_embeddings, capacity)
         self.loop = self._make_loop(on_failure)
-        self._group_instance_id = _agree_on_id(group, self._instance_id)
+        self._group_instance_id = _agree_on_id(group, self._instance_id, placement.placement_id)
 
     def _make_loop(self, on_failure: Callable[[BaseException], None]) -> StepLoop:
         runner, settings = self.runner, self.settings
@@ -58,6 +57,7 @@ class Worker:
             in_use=lambda generation: scheduler.uses(generation) or experts.uses(generation),
             activate=runner.pool.activate,
             retire=runner.pool.retire,
+            moves=runner.mover,
         )
         scheduler = Scheduler(
             blocks=KVBlockPool(num_blocks=runner.num_kv_blocks, block_size=runner.kv_block_size),
@@ -82,7 +82,7 @@ class Worker:
 
     def info(self) -> worker_service_pb2.GetWorkerInfoResponse:
         """The rank as a message."""
-        placement = self._placement.to_proto()
+        placed = self.runner.placed
         return worker_service_pb2.GetWorkerInfoResponse(
             rank=cluster_service_pb2.RankInfo(
                 ep_rank=self.ep_rank,
@@ -96,12 +96,12 @@ class Worker:
                 num_queued_requests=self.loop.num_queued,
             ),
             model=self._model_info(),
-            load_spec=self._load_spec.to_proto(),
+            load_spec=placed.load_spec.to_proto(),
             dense_modules=[
                 types_pb2.DenseModule(module=m.module, in_features=m.in_features, out_features=m.out_features)
                 for m in self.runner.dense_modules
             ],
-            placement=placement,
+            placement=placed.placement.to_proto(),
             memory=self._memory(),
             num_adapter_slots=self.settings.num_adapter_slots,
             max_sequence_length=self.max_sequence_length,
@@ -109,7 +109,7 @@ class Worker:
             group_instance_id=self._group_instance_id,
             expert_load=[
                 worker_service_pb2.LocalExpertLoad(layer=layer, num_rows=rows)
-                for layer, rows in self.runner.expert_load.rows.items()
+                for layer, rows in placed.expert_load.rows.items()
             ],
         )
 
@@ -159,10 +159,21 @@ class Worker:
         )
 
 
-def _agree_on_id(group: EPGroup, mine: str) -> str:
-    """ep_rank 0's id, on every rank. Waits until every rank has loaded its weights."""
+def _agree_on_id(group: EPGroup, mine: str, placement_id: str) -> str:
+    """ep_rank 0's id, on every rank. Waits until every rank has loaded its weights.
+
+    Raises:
+        InvalidArgumentError: reason PLACEMENTS_DIFFER; the ranks start with different placements.
+    """
     if group.num_ranks == 1:
         return mine
-    box = [mine]
-    dist.broadcast_object_list(box, src=0, group=group.control_group)
-    return box[0]
+    everyone: list[tuple[str, str]] = [("", "")] * group.num_ranks
+    dist.all_gather_object(everyone, (mine, placement_id), group=group.control_group)
+    placement_ids = [other for _, other in everyone]
+    if len(set(placement_ids)) > 1:
+        raise InvalidArgumentError(
+            f"The ranks start with different placements: {placement_ids}; give all of them the same EPILORA_PLACEMENT"
+            " and model",
+            reason="PLACEMENTS_DIFFER",
+        )
+    return everyone[0][0]

@@ -68,9 +68,13 @@ class ExpertPlacement:
             NotFoundError: no such file.
             InvalidArgumentError: reason BAD_PLACEMENT; the file does not place every expert, or is broken.
         """
+        return cls.of_experts(strategy_or_path, {spec.layer: spec.num_experts for spec in model.moe_layers}, num_ranks)
+
+    @classmethod
+    def of_experts(cls, strategy_or_path: str, num_experts: Mapping[int, int], num_ranks: int) -> ExpertPlacement:
+        """Like make, for a model of which only E of each MoE layer is known."""
         if num_ranks < 1:
             raise InvalidArgumentError(f"num_ranks is {num_ranks}, expected 1 or more", reason="BAD_PLACEMENT")
-        num_experts = {spec.layer: spec.num_experts for spec in model.moe_layers}
         if strategy_or_path in _STRATEGIES:
             place = _STRATEGIES[strategy_or_path]
             tables = {layer: place(experts, num_ranks) for layer, experts in num_experts.items()}

@@ -138,6 +138,8 @@ class GatewaySettings(CommonSettings):
     """How long requests in flight may go on after an unload, a reload or a stop was asked for."""
     load_timeout_seconds: float = Field(default=600.0, gt=0)
     """Deadline of one adapter load."""
+    rebalance_timeout_seconds: float = Field(default=1800.0, gt=0)
+    """Deadline of one move to another placement, up to the step at which the ranks take it up."""
     probe_interval_seconds: float = Field(default=0.5, gt=0)
     """Time between two looks at each rank."""
     probe_timeout_seconds: float = Field(default=2.0, gt=0)

@@ -27,7 +27,9 @@ from gateway.in_flight import InFlight
 from gateway.keeper import Keeper
 from gateway.lifecycle import Lifecycle
 from gateway.metrics import Metrics, StateCollector
+from gateway.move_gate import MoveGate
 from gateway.ranks import Group
+from gateway.rebalance import Rebalancer
 from gateway.registry import Registry
 from gateway.residency import Loader, Residency
 from gateway.restore import Restorer
@@ -54,19 +56,38 @@ class Gateway:
         self._loader = Loader(settings)
         self._metrics = Metrics()
         self.group = Group(settings, self._in_flight, self._group_changed)
+        residency, gate = Residency(settings, self.group), MoveGate()
         self._lifecycle = Lifecycle(
             settings=settings,
             group=self.group,
             loader=self._loader,
-            residency=Residency(settings, self.group),
+            residency=residency,
             registry=self._registry,
             table=self._table,
+            gate=gate,
         )
-        restorer = Restorer(group=self.group, registry=self._registry, table=self._table, lifecycle=self._lifecycle)
+        self._rebalancer = Rebalancer(
+            settings=settings,
+            group=self.group,
+            loader=self._loader,
+            residency=residency,
+            registry=self._registry,
+            table=self._table,
+            lifecycle=self._lifecycle,
+            gate=gate,
+        )
+        restorer = Restorer(
+            group=self.group,
+            registry=self._registry,
+            table=self._table,
+            lifecycle=self._lifecycle,
+            rebalancer=self._rebalancer,
+        )
         self._keeper = Keeper(
             group=self.group,
             in_flight=self._in_flight,
             lifecycle=self._lifecycle,
+            rebalancer=self._rebalancer,
             restorer=restorer,
             publish=self._publish,
         )
@@ -111,7 +132,8 @@ class Gateway:
         generation = GenerationServicer(self._generator)
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
         expert_service_pb2_grpc.add_ExpertServiceServicer_to_server(ExpertServicer(self._experts), server)
-        cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server(ClusterServicer(self._cluster), server)
+        cluster = ClusterServicer(self._cluster, self._rebalancer, self._keeper)
+        cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, server)
 
     async def start(self) -> None:
         """Listens at once, NOT_SERVING until all ranks are up and their adapters restored.
@@ -145,6 +167,10 @@ class Gateway:
         self._experts.stop()
         if self._server is not None:
             await self._server.health.enter_graceful_shutdown()
+        self._rebalancer.cancel(
+            UnavailableError("the gateway is stopping", reason="SHUTTING_DOWN", retry_after_seconds=1.0)
+        )
+        await self._rebalancer.ended()
         await self._lifecycle.stop()
         if not await self._in_flight.idle(timeout):
             message = f"the gateway is stopping, and this call had not finished {timeout:g} s later"

@@ -6,15 +6,11 @@ import asyncio
 
 import grpc.aio
 
-from epilora.balance import logical_load
-from epilora.errors import NotFoundError
-from epilora.placement import ExpertPlacement
 from epilora.v1 import cluster_service_pb2, worker_service_pb2
+from gateway.expert_rows import rows_by_expert
 from gateway.keeper import Keeper
-from gateway.ranks import Group, Rank
+from gateway.ranks import GROUP_ID, Group, Rank, check_group
 from gateway.residency import worker_error
-
-GROUP_ID = 0
 
 
 class Cluster:
@@ -38,21 +34,20 @@ class Cluster:
 
     def placement(self, group_id: int) -> cluster_service_pb2.GetPlacementResponse:
         """Which rank holds which experts."""
-        _check_group(group_id)
+        check_group(group_id)
         return self._group.infos()[0].placement
 
     def expert_load(self, group_id: int) -> cluster_service_pb2.GetExpertLoadResponse:
         """Rows of every expert, as the ranks reported them last."""
-        _check_group(group_id)
+        check_group(group_id)
         infos = self._group.infos()
-        placement = ExpertPlacement.from_proto(infos[0].placement)
-        rows = [{entry.layer: list(entry.num_rows) for entry in info.expert_load} for info in infos]
-        load = logical_load(placement, rows)
+        load = rows_by_expert(infos)
+        rows = [{entry.layer: sum(entry.num_rows) for entry in info.expert_load} for info in infos]
         return cluster_service_pb2.GetExpertLoadResponse(
-            placement_id=placement.placement_id,
+            placement_id=infos[0].placement.placement_id,
             layers=[
                 cluster_service_pb2.LayerExpertLoad(
-                    layer=layer, expert_rows=expert_rows, rank_rows=[sum(rank[layer]) for rank in rows]
+                    layer=layer, expert_rows=expert_rows, rank_rows=[rank[layer] for rank in rows]
                 )
                 for layer, expert_rows in load.items()
             ],
@@ -60,7 +55,7 @@ class Cluster:
 
     async def memory(self, group_id: int) -> cluster_service_pb2.GetMemoryResponse:
         """Asks every rank now."""
-        _check_group(group_id)
+        check_group(group_id)
         ranks = await asyncio.gather(*(self._memory_of(rank) for rank in self._group.ranks))
         return cluster_service_pb2.GetMemoryResponse(ranks=ranks)
 
@@ -80,10 +75,3 @@ def _rank_info(rank: Rank) -> cluster_service_pb2.RankInfo:
     info.address = rank.address
     info.ready = not rank.problem
     return info
-
-
-def _check_group(group_id: int) -> None:
-    if group_id != GROUP_ID:
-        raise NotFoundError(
-            f"there is no group {group_id}, only group {GROUP_ID}", reason="GROUP_NOT_FOUND", field="group_id"
-        )

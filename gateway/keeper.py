@@ -11,6 +11,7 @@ from epilora.errors import EpiloraError, UnavailableError
 from gateway.in_flight import InFlight
 from gateway.lifecycle import Lifecycle
 from gateway.ranks import RETRY_AFTER_SECONDS, Group
+from gateway.rebalance import Rebalancer
 from gateway.restore import Restorer
 
 log = structlog.get_logger(__name__)
@@ -28,12 +29,14 @@ class Keeper:
         group: Group,
         in_flight: InFlight,
         lifecycle: Lifecycle,
+        rebalancer: Rebalancer,
         restorer: Restorer,
         publish: Callable[[bool], Awaitable[None]],
     ) -> None:
         self._group = group
         self._in_flight = in_flight
         self._lifecycle = lifecycle
+        self._rebalancer = rebalancer
         self._restorer = restorer
         self._publish = publish
         self._wake = asyncio.Event()
@@ -67,6 +70,7 @@ class Keeper:
             )
             num_calls = self._in_flight.end_all(error)
             self._lifecycle.group_lost(error)
+            self._rebalancer.cancel(error)
             log.error("group lost", problem=problem, num_calls_ended=num_calls)
         self._wake.set()
 

@@ -27,11 +27,12 @@ from epilora.errors import (
     UnavailableError,
 )
 from epilora.settings import GatewaySettings
-from epilora.v1 import loader_service_pb2, types_pb2
+from epilora.v1 import types_pb2
 from gateway.adapter_table import DRAINING, STAGED, AdapterTable, Entry, Generation
+from gateway.move_gate import MoveGate
 from gateway.ranks import RETRY_AFTER_SECONDS, Group
 from gateway.registry import Registry, RegistryEntry
-from gateway.residency import Loader, Residency
+from gateway.residency import Loader, Residency, build_request
 
 log = structlog.get_logger(__name__)
 
@@ -79,7 +80,9 @@ class Lifecycle:
         residency: Residency,
         registry: Registry,
         table: AdapterTable,
+        gate: MoveGate,
     ) -> None:
+        self._gate = gate
         self._settings = settings
         self._group = group
         self._loader = loader
@@ -164,6 +167,10 @@ class Lifecycle:
 
     async def make_resident(self, entry: Entry, generation: Generation, incarnation: str) -> None:
         """Builds, stages, activates and registers a generation, or leaves nothing of it."""
+        async with self._gate.load():
+            await self._make_resident(entry, generation, incarnation)
+
+    async def _make_resident(self, entry: Entry, generation: Generation, incarnation: str) -> None:
         try:
             try:
                 async with asyncio.timeout(self._settings.load_timeout_seconds):
@@ -193,14 +200,7 @@ class Lifecycle:
 
     async def _build_and_stage(self, entry: Entry, generation: Generation) -> None:
         infos = self._group.infos()
-        request = loader_service_pb2.BuildSlicesRequest(
-            source=generation.source,
-            load_specs=[info.load_spec for info in infos],
-            dense_modules=infos[0].dense_modules,
-            allow_partial=generation.allow_partial,
-            model_type=infos[0].model.model_type,
-            layout_hints=generation.layout_hints,
-        )
+        request = build_request(generation, [info.load_spec for info in infos], infos[0])
 
         def built(done: int, total: int) -> None:
             # Half of the work is to build the slices, the other half to copy them to the ranks.

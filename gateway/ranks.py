@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import structlog
 
-from epilora.errors import UnavailableError
+from epilora.errors import NotFoundError, UnavailableError
 from epilora.rpc import make_channel
 from epilora.settings import GatewaySettings
 from epilora.v1 import worker_service_pb2, worker_service_pb2_grpc
@@ -19,6 +19,8 @@ from gateway.in_flight import InFlight
 
 log = structlog.get_logger(__name__)
 
+GROUP_ID = 0
+"""The one group of a gateway."""
 MAX_MISSED_PROBES = 2
 """A rank that is there but answers no probe in time this often in a row is lost: less could be a pause of its host."""
 RETRY_AFTER_SECONDS = 1.0
@@ -83,7 +85,7 @@ class Group:
         """Why the group is not ready; empty if it is."""
         problems = [f"rank {rank.ep_rank} at {rank.address}: {rank.problem}" for rank in self.ranks if rank.problem]
         if not problems and self.incarnation is None:
-            problems = ["the ranks do not agree on their incarnation or placement yet"]
+            problems = ["the ranks do not agree on their incarnation yet"]
         return "; ".join(problems)
 
     def not_ready(self) -> UnavailableError:
@@ -158,13 +160,10 @@ class Group:
         return ""
 
     def _evaluate(self) -> None:
-        identities = {
-            (rank.info.group_instance_id, rank.info.placement.placement_id)
-            for rank in self.ranks
-            if rank.info is not None and not rank.problem
-        }
+        # Ranks of one incarnation agree on their placement among themselves; they may change it while they are asked.
+        identities = {rank.info.group_instance_id for rank in self.ranks if rank.info is not None and not rank.problem}
         all_ready = all(rank.info is not None and not rank.problem for rank in self.ranks)
-        incarnation = next(iter(identities))[0] if all_ready and len(identities) == 1 else None
+        incarnation = next(iter(identities)) if all_ready and len(identities) == 1 else None
         if incarnation != self.incarnation:
             self.incarnation = incarnation
             if incarnation is not None:
@@ -172,3 +171,11 @@ class Group:
                 self._last_incarnation = incarnation
             log.info("group changed", incarnation=incarnation, problem=self.problem())
             self._on_change()
+
+
+def check_group(group_id: int) -> None:
+    """NotFoundError unless it is the one group."""
+    if group_id != GROUP_ID:
+        raise NotFoundError(
+            f"there is no group {group_id}, only group {GROUP_ID}", reason="GROUP_NOT_FOUND", field="group_id"
+        )

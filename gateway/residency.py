@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import grpc
@@ -13,7 +13,14 @@ import structlog
 from epilora.errors import EpiloraError, InternalError, NotFoundError, UnavailableError
 from epilora.rpc import error_from, make_channel
 from epilora.settings import GatewaySettings
-from epilora.v1 import loader_service_pb2, loader_service_pb2_grpc, worker_service_pb2
+from epilora.v1 import (
+    cluster_service_pb2,
+    loader_service_pb2,
+    loader_service_pb2_grpc,
+    types_pb2,
+    worker_service_pb2,
+)
+from gateway.adapter_table import Generation
 from gateway.ranks import RETRY_AFTER_SECONDS, Group
 
 log = structlog.get_logger(__name__)
@@ -145,12 +152,72 @@ class Residency:
             if isinstance(result, BaseException):
                 raise result
 
+    async def prepare_placement(
+        self, number: int, placement: cluster_service_pb2.GetPlacementResponse
+    ) -> list[worker_service_pb2.PreparePlacementResponse]:
+        """Has every rank read what a placement brings to it; the answers by rank.
+
+        Raises:
+            EpiloraError: of the first rank that failed.
+        """
+        request = worker_service_pb2.PreparePlacementRequest(move_number=number, placement=placement)
+        calls: list[asyncio.Future[worker_service_pb2.PreparePlacementResponse]] = [
+            asyncio.ensure_future(self._call(rank.ep_rank, "PreparePlacement", request, timeout=None))
+            for rank in self._group.ranks
+        ]
+        try:
+            return list(await asyncio.gather(*calls))
+        finally:
+            for call in calls:
+                call.cancel()
+
+    async def take_placement(self, number: int) -> int:
+        """Has all ranks take up what they prepared; their first step under it."""
+        request = worker_service_pb2.TakePlacementRequest(move_number=number)
+        response = await self._call(0, "TakePlacement", request, timeout=self._timeout)
+        return int(response.step)
+
+    async def abandon_placement(self) -> None:
+        """Has every rank drop what it prepared.
+
+        Raises:
+            EpiloraError: of the first rank that failed, after all were asked.
+        """
+        request = worker_service_pb2.AbandonPlacementRequest()
+        calls = (
+            self._call(rank.ep_rank, "AbandonPlacement", request, timeout=self._timeout) for rank in self._group.ranks
+        )
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
     async def _call(self, ep_rank: int, method: str, request: Any, *, timeout: float | None) -> Any:
         rank = self._group.ranks[ep_rank]
         try:
             return await getattr(rank.stub, method)(request, timeout=timeout)
         except grpc.aio.AioRpcError as error:
             raise worker_error(self._group, ep_rank, error) from error
+
+
+def build_request(
+    generation: Generation,
+    load_specs: Sequence[types_pb2.MoEEPLoadSpec],
+    info: worker_service_pb2.GetWorkerInfoResponse,
+) -> loader_service_pb2.BuildSlicesRequest:
+    """What the loader needs to slice a generation's files.
+
+    Args:
+        load_specs: of every rank.
+        info: of any rank.
+    """
+    return loader_service_pb2.BuildSlicesRequest(
+        source=generation.source,
+        load_specs=load_specs,
+        dense_modules=info.dense_modules,
+        allow_partial=generation.allow_partial,
+        model_type=info.model.model_type,
+        layout_hints=generation.layout_hints,
+    )
 
 
 def worker_error(group: Group, ep_rank: int, error: grpc.aio.AioRpcError) -> EpiloraError:

@@ -16,6 +16,7 @@ from epilora.v1 import cluster_service_pb2, types_pb2
 from gateway.adapter_table import AdapterTable, Generation
 from gateway.lifecycle import Lifecycle
 from gateway.ranks import Group
+from gateway.rebalance import Rebalancer
 from gateway.registry import Registry, RegistryEntry
 
 log = structlog.get_logger(__name__)
@@ -29,7 +30,10 @@ Residents = list[dict[int, cluster_service_pb2.ResidentAdapter]]
 class Restorer:
     """Runs once whenever the group has come up."""
 
-    def __init__(self, *, group: Group, registry: Registry, table: AdapterTable, lifecycle: Lifecycle) -> None:
+    def __init__(
+        self, *, group: Group, registry: Registry, table: AdapterTable, lifecycle: Lifecycle, rebalancer: Rebalancer
+    ) -> None:
+        self._rebalancer = rebalancer
         self._group = group
         self._registry = registry
         self._table = table
@@ -42,6 +46,8 @@ class Restorer:
             UnavailableError: a rank or the loader is away; to be tried again.
         """
         await self._lifecycle.loads_ended()
+        await self._rebalancer.ended()
+        await self._rebalancer.abandon()
         await self._group.refresh()
         residents: Residents = [
             {adapter.generation: adapter for adapter in info.memory.adapters} for info in self._group.infos()

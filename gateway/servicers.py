@@ -24,6 +24,7 @@ from gateway.generation import Generator
 from gateway.keeper import Keeper
 from gateway.lifecycle import Lifecycle
 from gateway.listing import list_adapters
+from gateway.rebalance import Rebalancer
 
 SERVICE_NAMES = (
     "epilora.v1.AdapterService",
@@ -119,8 +120,10 @@ class ExpertServicer(expert_service_pb2_grpc.ExpertServiceServicer):
 class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
     """ClusterService."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, rebalancer: Rebalancer, keeper: Keeper) -> None:
         self._cluster = cluster
+        self._rebalancer = rebalancer
+        self._keeper = keeper
 
     async def GetTopology(  # noqa: N802
         self, request: cluster_service_pb2.GetTopologyRequest, context: Any
@@ -141,3 +144,8 @@ class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
         self, request: cluster_service_pb2.GetMemoryRequest, context: Any
     ) -> cluster_service_pb2.GetMemoryResponse:
         return await self._cluster.memory(request.group_id)
+
+    async def Rebalance(  # noqa: N802
+        self, request: cluster_service_pb2.RebalanceRequest, context: Any
+    ) -> cluster_service_pb2.RebalanceResponse:
+        return await self._rebalancer.rebalance(request, self._keeper.require_serving())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from epilora import __version__
-from epilora.cli import adapters, generate, inspect, plan, serve, status
+from epilora.cli import adapters, generate, inspect, plan, rebalance, serve, status
 
 app = typer.Typer(
     name="epilora",
@@ -19,6 +19,7 @@ app.command()(generate.generate)
 app.command()(plan.plan)
 app.command()(inspect.inspect)
 app.command()(inspect.convert)
+app.command()(rebalance.rebalance)
 app.command()(serve.serve)
 app.command()(status.status)
 

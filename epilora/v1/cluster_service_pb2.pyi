@@ -139,6 +139,34 @@ class LayerExpertLoad(_message.Message):
     rank_rows: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, layer: _Optional[int] = ..., expert_rows: _Optional[_Iterable[int]] = ..., rank_rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class RebalanceRequest(_message.Message):
+    __slots__ = ("group_id", "layers", "num_redundant_experts")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REDUNDANT_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    group_id: int
+    layers: _containers.RepeatedCompositeFieldContainer[LayerPlacement]
+    num_redundant_experts: int
+    def __init__(self, group_id: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerPlacement, _Mapping]]] = ..., num_redundant_experts: _Optional[int] = ...) -> None: ...
+
+class RebalanceResponse(_message.Message):
+    __slots__ = ("placement_id", "previous_placement_id", "step", "num_experts_read", "num_adapters", "spread_before", "spread_planned")
+    PLACEMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_PLACEMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_READ_FIELD_NUMBER: _ClassVar[int]
+    NUM_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    SPREAD_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    SPREAD_PLANNED_FIELD_NUMBER: _ClassVar[int]
+    placement_id: str
+    previous_placement_id: str
+    step: int
+    num_experts_read: int
+    num_adapters: int
+    spread_before: float
+    spread_planned: float
+    def __init__(self, placement_id: _Optional[str] = ..., previous_placement_id: _Optional[str] = ..., step: _Optional[int] = ..., num_experts_read: _Optional[int] = ..., num_adapters: _Optional[int] = ..., spread_before: _Optional[float] = ..., spread_planned: _Optional[float] = ...) -> None: ...
+
 class GetMemoryRequest(_message.Message):
     __slots__ = ("group_id",)
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ClusterServiceStub:
-    """Describes the ranks behind the gateway. Read only.
+    """Describes the ranks behind the gateway, and moves their experts.
     """
 
     def __init__(self, channel):
@@ -55,10 +55,15 @@ class ClusterServiceStub:
                 request_serializer=epilora_dot_v1_dot_cluster__service__pb2.GetExpertLoadRequest.SerializeToString,
                 response_deserializer=epilora_dot_v1_dot_cluster__service__pb2.GetExpertLoadResponse.FromString,
                 _registered_method=True)
+        self.Rebalance = channel.unary_unary(
+                '/epilora.v1.ClusterService/Rebalance',
+                request_serializer=epilora_dot_v1_dot_cluster__service__pb2.RebalanceRequest.SerializeToString,
+                response_deserializer=epilora_dot_v1_dot_cluster__service__pb2.RebalanceResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServiceServicer:
-    """Describes the ranks behind the gateway. Read only.
+    """Describes the ranks behind the gateway, and moves their experts.
     """
 
     def GetTopology(self, request, context):
@@ -83,8 +88,22 @@ class ClusterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetExpertLoad(self, request, context):
-        """Rows that every expert has computed since the ranks started, as they reported lately. UNAVAILABLE before the
-        group was ready once.
+        """Rows that every expert has computed since the placement was taken up, as the ranks reported lately. UNAVAILABLE
+        before the group was ready once, or while the ranks are changing their placement.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rebalance(self, request, context):
+        """Moves the experts' base weights and every resident adapter's slices to another placement, beside traffic: what a rank
+        lacks is read first, then all ranks take the placement up at one step. Requests go on, with the same answers. Loads
+        wait while adapters are moved. Every rank or none: after an error, a cancellation or the deadline the placement
+        before stays. A group that is started anew comes back under the placement it was configured with.
+
+        INVALID_ARGUMENT with reason BAD_PLACEMENT; ABORTED with reason REBALANCE_BUSY while another one is under way;
+        FAILED_PRECONDITION with reason ADAPTER_SOURCE_CHANGED if a resident adapter cannot be read again as it was loaded;
+        RESOURCE_EXHAUSTED if a rank has no memory for what comes; UNAVAILABLE if the group is not ready, or lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,6 +132,11 @@ def add_ClusterServiceServicer_to_server(servicer, server):
                     request_deserializer=epilora_dot_v1_dot_cluster__service__pb2.GetExpertLoadRequest.FromString,
                     response_serializer=epilora_dot_v1_dot_cluster__service__pb2.GetExpertLoadResponse.SerializeToString,
             ),
+            'Rebalance': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rebalance,
+                    request_deserializer=epilora_dot_v1_dot_cluster__service__pb2.RebalanceRequest.FromString,
+                    response_serializer=epilora_dot_v1_dot_cluster__service__pb2.RebalanceResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'epilora.v1.ClusterService', rpc_method_handlers)
@@ -122,7 +146,7 @@ def add_ClusterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ClusterService:
-    """Describes the ranks behind the gateway. Read only.
+    """Describes the ranks behind the gateway, and moves their experts.
     """
 
     @staticmethod
@@ -223,6 +247,33 @@ class ClusterService:
             '/epilora.v1.ClusterService/GetExpertLoad',
             epilora_dot_v1_dot_cluster__service__pb2.GetExpertLoadRequest.SerializeToString,
             epilora_dot_v1_dot_cluster__service__pb2.GetExpertLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rebalance(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/epilora.v1.ClusterService/Rebalance',
+            epilora_dot_v1_dot_cluster__service__pb2.RebalanceRequest.SerializeToString,
+            epilora_dot_v1_dot_cluster__service__pb2.RebalanceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -138,6 +138,42 @@ class DiscardAdapterResponse(_message.Message):
     freed_bytes: int
     def __init__(self, freed_bytes: _Optional[int] = ...) -> None: ...
 
+class PreparePlacementRequest(_message.Message):
+    __slots__ = ("move_number", "placement")
+    MOVE_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    move_number: int
+    placement: _cluster_service_pb2.GetPlacementResponse
+    def __init__(self, move_number: _Optional[int] = ..., placement: _Optional[_Union[_cluster_service_pb2.GetPlacementResponse, _Mapping]] = ...) -> None: ...
+
+class PreparePlacementResponse(_message.Message):
+    __slots__ = ("load_spec", "num_experts_read")
+    LOAD_SPEC_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_READ_FIELD_NUMBER: _ClassVar[int]
+    load_spec: _types_pb2.MoEEPLoadSpec
+    num_experts_read: int
+    def __init__(self, load_spec: _Optional[_Union[_types_pb2.MoEEPLoadSpec, _Mapping]] = ..., num_experts_read: _Optional[int] = ...) -> None: ...
+
+class TakePlacementRequest(_message.Message):
+    __slots__ = ("move_number",)
+    MOVE_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    move_number: int
+    def __init__(self, move_number: _Optional[int] = ...) -> None: ...
+
+class TakePlacementResponse(_message.Message):
+    __slots__ = ("step",)
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    def __init__(self, step: _Optional[int] = ...) -> None: ...
+
+class AbandonPlacementRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AbandonPlacementResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class GenerateTokensRequest(_message.Message):
     __slots__ = ("request_id", "token_ids", "adapter_generation", "sampling", "max_tokens", "stop_token_ids", "return_logits", "return_prompt_logits")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

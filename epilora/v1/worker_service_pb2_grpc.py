@@ -63,6 +63,21 @@ class WorkerServiceStub:
                 request_serializer=epilora_dot_v1_dot_worker__service__pb2.DiscardAdapterRequest.SerializeToString,
                 response_deserializer=epilora_dot_v1_dot_worker__service__pb2.DiscardAdapterResponse.FromString,
                 _registered_method=True)
+        self.PreparePlacement = channel.unary_unary(
+                '/epilora.v1.WorkerService/PreparePlacement',
+                request_serializer=epilora_dot_v1_dot_worker__service__pb2.PreparePlacementRequest.SerializeToString,
+                response_deserializer=epilora_dot_v1_dot_worker__service__pb2.PreparePlacementResponse.FromString,
+                _registered_method=True)
+        self.TakePlacement = channel.unary_unary(
+                '/epilora.v1.WorkerService/TakePlacement',
+                request_serializer=epilora_dot_v1_dot_worker__service__pb2.TakePlacementRequest.SerializeToString,
+                response_deserializer=epilora_dot_v1_dot_worker__service__pb2.TakePlacementResponse.FromString,
+                _registered_method=True)
+        self.AbandonPlacement = channel.unary_unary(
+                '/epilora.v1.WorkerService/AbandonPlacement',
+                request_serializer=epilora_dot_v1_dot_worker__service__pb2.AbandonPlacementRequest.SerializeToString,
+                response_deserializer=epilora_dot_v1_dot_worker__service__pb2.AbandonPlacementResponse.FromString,
+                _registered_method=True)
         self.GenerateTokens = channel.unary_stream(
                 '/epilora.v1.WorkerService/GenerateTokens',
                 request_serializer=epilora_dot_v1_dot_worker__service__pb2.GenerateTokensRequest.SerializeToString,
@@ -120,6 +135,31 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PreparePlacement(self, request, context):
+        """Reads the base weights of the experts that a placement brings to this rank, beside traffic. From then on
+        StageAdapter takes slices for that placement, of resident adapters, beside those in use. One move at a time:
+        FAILED_PRECONDITION with reason PLACEMENT_PREPARED if another one is prepared.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TakePlacement(self, request, context):
+        """ep_rank 0 only. Takes a move up that every rank has prepared, all at the same step. FAILED_PRECONDITION with reason
+        PLACEMENT_NOT_PREPARED, and nothing changes, if some rank has not, or lacks the slice of a resident adapter.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AbandonPlacement(self, request, context):
+        """Drops what is prepared on this rank, also while it is being read. Idempotent. FAILED_PRECONDITION with reason
+        PLACEMENT_PROMISED while the ranks are taking it up.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GenerateTokens(self, request, context):
         """Generates from token ids on this rank. See GenerationService.
         """
@@ -161,6 +201,21 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.DiscardAdapter,
                     request_deserializer=epilora_dot_v1_dot_worker__service__pb2.DiscardAdapterRequest.FromString,
                     response_serializer=epilora_dot_v1_dot_worker__service__pb2.DiscardAdapterResponse.SerializeToString,
+            ),
+            'PreparePlacement': grpc.unary_unary_rpc_method_handler(
+                    servicer.PreparePlacement,
+                    request_deserializer=epilora_dot_v1_dot_worker__service__pb2.PreparePlacementRequest.FromString,
+                    response_serializer=epilora_dot_v1_dot_worker__service__pb2.PreparePlacementResponse.SerializeToString,
+            ),
+            'TakePlacement': grpc.unary_unary_rpc_method_handler(
+                    servicer.TakePlacement,
+                    request_deserializer=epilora_dot_v1_dot_worker__service__pb2.TakePlacementRequest.FromString,
+                    response_serializer=epilora_dot_v1_dot_worker__service__pb2.TakePlacementResponse.SerializeToString,
+            ),
+            'AbandonPlacement': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbandonPlacement,
+                    request_deserializer=epilora_dot_v1_dot_worker__service__pb2.AbandonPlacementRequest.FromString,
+                    response_serializer=epilora_dot_v1_dot_worker__service__pb2.AbandonPlacementResponse.SerializeToString,
             ),
             'GenerateTokens': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateTokens,
@@ -312,6 +367,87 @@ class WorkerService:
             '/epilora.v1.WorkerService/DiscardAdapter',
             epilora_dot_v1_dot_worker__service__pb2.DiscardAdapterRequest.SerializeToString,
             epilora_dot_v1_dot_worker__service__pb2.DiscardAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PreparePlacement(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/epilora.v1.WorkerService/PreparePlacement',
+            epilora_dot_v1_dot_worker__service__pb2.PreparePlacementRequest.SerializeToString,
+            epilora_dot_v1_dot_worker__service__pb2.PreparePlacementResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TakePlacement(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/epilora.v1.WorkerService/TakePlacement',
+            epilora_dot_v1_dot_worker__service__pb2.TakePlacementRequest.SerializeToString,
+            epilora_dot_v1_dot_worker__service__pb2.TakePlacementResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbandonPlacement(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/epilora.v1.WorkerService/AbandonPlacement',
+            epilora_dot_v1_dot_worker__service__pb2.AbandonPlacementRequest.SerializeToString,
+            epilora_dot_v1_dot_worker__service__pb2.AbandonPlacementResponse.FromString,
             options,
             channel_credentials,
             insecure,

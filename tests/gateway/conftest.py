@@ -143,6 +143,7 @@ def settings(run_dir: Path, tmp_path: Path) -> GatewaySettings:
         drain_timeout_seconds=5.0,
         load_timeout_seconds=10.0,
         control_timeout_seconds=3.0,
+        rebalance_timeout_seconds=10.0,
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from epilora.errors import EpiloraError, NotFoundError, StalePlacementError
+from epilora.placement import ExpertPlacement
 from epilora.rpc import Server, start_server
 from epilora.v1 import (
     cluster_service_pb2,
@@ -27,6 +28,7 @@ from epilora.v1 import (
 VOCAB_SIZE = 1000
 MAX_SEQUENCE_LENGTH = 64
 SLICE_BYTES = 100
+MOVED_BYTES = 70
 
 
 class Script:
@@ -71,6 +73,11 @@ class Ranks:
         self.run_dir = run_dir
         self.instance = "incarnation-1"
         self.placement_id = "placement-1"
+        self.placement: ExpertPlacement | None = None
+        """Where experts are; None: placement_id without tables."""
+        self.prepared: list[ExpertPlacement | None] = [None] * num_ranks
+        self.moved: list[set[int]] = [set() for _ in range(num_ranks)]
+        """Per rank: generations staged for what is prepared."""
         self.slots: list[dict[int, int]] = [{} for _ in range(num_ranks)]
         """Per rank: slot by generation, -1 while staged."""
         self.names: dict[int, str] = {}
@@ -97,10 +104,21 @@ class Ranks:
     async def restart_all(self, instance: str) -> None:
         """What torchelastic does when one rank dies: all come back, empty."""
         self.instance = instance
+        self.prepared = [None] * self.num_ranks
+        self.moved = [set() for _ in range(self.num_ranks)]
         self.slots = [{} for _ in range(self.num_ranks)]
         for ep_rank in range(self.num_ranks):
             await self.kill(ep_rank)
             await self.start(ep_rank)
+
+    def place(self, placement: ExpertPlacement) -> None:
+        """Changes the placement of all ranks."""
+        self.placement, self.placement_id = placement, placement.placement_id
+
+    def placement_message(self) -> cluster_service_pb2.GetPlacementResponse:
+        if self.placement is None:
+            return cluster_service_pb2.GetPlacementResponse(placement_id=self.placement_id)
+        return self.placement.to_proto()
 
     def generations(self) -> list[dict[int, int]]:
         """What is resident where."""
@@ -132,14 +150,60 @@ class ScriptedWorker(worker_service_pb2_grpc.WorkerServiceServicer):
             load_spec=types_pb2.MoEEPLoadSpec(
                 ep_rank=self.ep_rank, num_ep_ranks=self.ranks.num_ranks, placement_id=self.ranks.placement_id
             ),
-            placement=cluster_service_pb2.GetPlacementResponse(placement_id=self.ranks.placement_id),
+            placement=self.ranks.placement_message(),
+            expert_load=self._expert_load(),
             memory=cluster_service_pb2.RankMemory(ep_rank=self.ep_rank, adapters=adapters),
             max_sequence_length=MAX_SEQUENCE_LENGTH,
             group_instance_id=self.ranks.instance,
         )
 
+    def _expert_load(self) -> list[worker_service_pb2.LocalExpertLoad]:
+        """Ten rows of expert 0, one of each other."""
+        placement = self.ranks.placement
+        return [
+            worker_service_pb2.LocalExpertLoad(
+                layer=layer,
+                num_rows=[1 if expert else 10 for expert in placement.local_experts(layer, self.ep_rank)],
+            )
+            for layer in (placement.layers if placement is not None else ())
+        ]
+
+    async def PreparePlacement(  # noqa: N802
+        self, request: Any, context: Any
+    ) -> worker_service_pb2.PreparePlacementResponse:
+        await self.ranks.script.enter("PreparePlacement", self.ep_rank, request)
+        placement = ExpertPlacement.from_proto(request.placement)
+        self.ranks.prepared[self.ep_rank] = placement
+        spec = types_pb2.MoEEPLoadSpec(
+            ep_rank=self.ep_rank, num_ep_ranks=self.ranks.num_ranks, placement_id=placement.placement_id
+        )
+        return worker_service_pb2.PreparePlacementResponse(load_spec=spec, num_experts_read=3)
+
+    async def TakePlacement(self, request: Any, context: Any) -> worker_service_pb2.TakePlacementResponse:  # noqa: N802
+        await self.ranks.script.enter("TakePlacement", self.ep_rank, request)
+        [placement] = {each.placement_id: each for each in self.ranks.prepared if each is not None}.values()
+        assert None not in self.ranks.prepared
+        assert self.ranks.moved == [set(slots) for slots in self.ranks.slots]
+        self.ranks.place(placement)
+        self.ranks.prepared = [None] * self.ranks.num_ranks
+        self.ranks.moved = [set() for _ in range(self.ranks.num_ranks)]
+        return worker_service_pb2.TakePlacementResponse(step=9)
+
+    async def AbandonPlacement(  # noqa: N802
+        self, request: Any, context: Any
+    ) -> worker_service_pb2.AbandonPlacementResponse:
+        await self.ranks.script.enter("AbandonPlacement", self.ep_rank, request)
+        self.ranks.prepared[self.ep_rank] = None
+        self.ranks.moved[self.ep_rank] = set()
+        return worker_service_pb2.AbandonPlacementResponse()
+
     async def StageAdapter(self, request: Any, context: Any) -> worker_service_pb2.StageAdapterResponse:  # noqa: N802
         await self.ranks.script.enter("StageAdapter", self.ep_rank, request.generation)
+        prepared = self.ranks.prepared[self.ep_rank]
+        if prepared is not None and request.slice.placement_id == prepared.placement_id:
+            assert request.generation in self.ranks.slots[self.ep_rank]
+            self.ranks.moved[self.ep_rank].add(request.generation)
+            return worker_service_pb2.StageAdapterResponse(resident_bytes=MOVED_BYTES)
         if request.slice.placement_id != self.ranks.placement_id:
             raise StalePlacementError("another placement", reason="STALE_PLACEMENT")
         self.ranks.names[request.generation] = request.name
@@ -160,8 +224,9 @@ class ScriptedWorker(worker_service_pb2_grpc.WorkerServiceServicer):
         assert self.ranks.active[request.generation] == 0, "retired while in use"
         if self.ranks.slots[0].get(request.generation, -1) < 0:
             raise NotFoundError("not active", reason="ADAPTER_NOT_ACTIVE")
-        for slots in self.ranks.slots:
+        for slots, moved in zip(self.ranks.slots, self.ranks.moved, strict=True):
             slots.pop(request.generation, None)
+            moved.discard(request.generation)
         return worker_service_pb2.RetireAdapterResponse(step=2)
 
     async def DiscardAdapter(self, request: Any, context: Any) -> worker_service_pb2.DiscardAdapterResponse:  # noqa: N802

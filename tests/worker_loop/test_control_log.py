@@ -17,6 +17,7 @@ class Rank:
         self.staged: set[int] = set()
         self.used: set[int] = set()
         self.events: list[tuple[object, ...]] = []
+        self.prepared: set[int] = set()
         self.step = 0
         self.log = ControlLog(
             num_slots=num_slots,
@@ -24,7 +25,17 @@ class Rank:
             in_use=self.used.__contains__,
             activate=lambda generation, slot: self.events.append(("activate", generation, slot, self.step)),
             retire=lambda generation: self.events.append(("retire", generation, self.step)),
+            moves=self,
         )
+
+    def promise(self, number: int) -> bool:
+        return number in self.prepared
+
+    def withdraw(self, number: int) -> None:
+        self.events.append(("withdraw", number, self.step))
+
+    def place(self, number: int) -> None:
+        self.events.append(("place", number, self.step))
 
 
 class Ranks:
@@ -179,3 +190,38 @@ def test_waits_end_when_the_loop_ends() -> None:
     group.leader.fail_all(EpiloraError("stopping", reason="STOPPING"))
     with pytest.raises(EpiloraError, match="stopping"):
         future.result(0)
+
+
+def test_a_move_is_taken_up_by_all_ranks_at_one_step_in_the_order_of_the_log() -> None:
+    ranks = Ranks()
+    for rank in ranks.ranks:
+        rank.prepared.add(77)
+    ranks.stage(5)
+    activated, placed = ranks.activate(5), Future[Applied]()
+    ranks.leader.submit_place(77, placed)
+    for _ in range(5):
+        ranks.turn()
+    step = placed.result(timeout=0).step
+    assert activated.result(timeout=0).step <= step
+    for rank in ranks.ranks:
+        assert [event for event in rank.events if event[0] == "place"] == [("place", 77, step)]
+
+
+def test_a_move_that_one_rank_lacks_is_dropped_by_all() -> None:
+    ranks = Ranks()
+    for rank in ranks.ranks[:-1]:
+        rank.prepared.add(77)
+    placed: Future[Applied] = Future()
+    ranks.leader.submit_place(77, placed)
+    for _ in range(3):
+        ranks.turn()
+    with pytest.raises(EpiloraError, match=r"move 77 is not prepared on ranks \[2\]") as caught:
+        placed.result(timeout=0)
+    assert caught.value.reason == "PLACEMENT_NOT_PREPARED"
+    assert all([event[:2] for event in rank.events] == [("withdraw", 77)] for rank in ranks.ranks)
+    # What comes after it in the log is not held up.
+    ranks.stage(5)
+    activated = ranks.activate(5)
+    for _ in range(3):
+        ranks.turn()
+    assert activated.result(timeout=0).adapter_slot == 0

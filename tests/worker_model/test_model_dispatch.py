@@ -81,7 +81,7 @@ def make_layer(
     return ExpertLayer(
         layer=LAYER,
         weights=weights,
-        physical=PhysicalExperts.make(placement, LAYER, torch.device("cpu")),
+        physical=PhysicalExperts.make(placement, LAYER, torch.device("cpu"), ep_rank=ep_rank),
         dispatcher=dispatcher,
         backend=LoopBackend(),
         current=current,
@@ -225,7 +225,7 @@ def test_all_to_all_sends_each_token_once_to_each_rank_of_its_experts(
         for ep_rank, num_tokens in enumerate(case.num_tokens(num_ranks)):
             chosen = tokens_of(ep_rank, num_tokens)[1].tolist()
             pairs = {
-                (t, owner[copies[expert, t % num_copies[expert]]])
+                (t, owner[copies[expert, (ep_rank + t) % num_copies[expert]]])
                 for t, experts in enumerate(chosen)
                 for expert in experts
                 if expert >= 0

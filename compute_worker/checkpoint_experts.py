@@ -1,0 +1,119 @@
+"""Reads single experts of a checkpoint: all local ones at start, and those that a new placement brings later."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from compute_worker.checkpoint_files import CheckpointFiles
+from compute_worker.checkpoint_keys import CheckpointPlan
+from epilora.errors import FailedPreconditionError, InvalidArgumentError
+
+FillExpert = Callable[[str, int, torch.Tensor], None]
+"""(name of a 3D expert parameter, logical expert, where its matrix goes)."""
+
+_RANDOM_STD = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertParameter:
+    """A parameter [E, ...] of an experts module, of which this rank holds some slots."""
+
+    layer: int
+    owner: nn.Module
+    attribute: str
+    local_experts: tuple[int, ...]
+    full_shape: tuple[int, ...]
+
+    def local(self) -> nn.Parameter:
+        """The parameter as it is now."""
+        parameter = getattr(self.owner, self.attribute)
+        assert isinstance(parameter, nn.Parameter)
+        return parameter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertReader:
+    """Where any expert's weights come from.
+
+    Attributes:
+        directory: of the checkpoint.
+        plan: its keys; None: weights are drawn.
+        identity: CheckpointFiles.identity when the model was loaded.
+        full_shapes: [E, ...] of each expert parameter, by name.
+    """
+
+    directory: Path
+    plan: CheckpointPlan | None
+    identity: tuple[tuple[object, ...], ...]
+    full_shapes: Mapping[str, tuple[int, ...]]
+
+    @contextmanager
+    def open(self) -> Iterator[FillExpert]:
+        """Maps the files for the duration of a with block.
+
+        Raises:
+            FailedPreconditionError: reason CHECKPOINT_CHANGED; they are not those that the model was loaded from.
+        """
+        if self.plan is None:
+            yield random_expert
+            return
+        with CheckpointFiles(self.directory) as files:
+            if files.identity != self.identity:
+                raise FailedPreconditionError(
+                    f"The weight files in {self.directory} were changed after this worker read them; restart the"
+                    " service to serve the new ones",
+                    reason="CHECKPOINT_CHANGED",
+                )
+            yield fill_from(files, self.plan, self.full_shapes)
+
+
+def fill_from(files: CheckpointFiles, plan: CheckpointPlan, full_shapes: Mapping[str, tuple[int, ...]]) -> FillExpert:
+    """A function that copies one expert's matrix from open files."""
+
+    def fill(name: str, expert: int, weight: torch.Tensor) -> None:
+        if name in plan.fused_experts:
+            key = plan.fused_experts[name]
+            stacked = files.tensor(key)
+            check_shape(key, stacked, full_shapes[name], name)
+            weight.copy_(stacked[expert])
+            return
+        for part in plan.expert_parts[name, expert]:
+            rows = weight.chunk(part.num_parts, dim=0)[part.index]
+            copy_tensor(files, part.key, rows, f"{name}[{expert}]")
+
+    return fill
+
+
+def copy_tensor(files: CheckpointFiles, key: str, target: torch.Tensor, name: str) -> None:
+    """Copies one tensor of the checkpoint into its place."""
+    source = files.tensor(key)
+    check_shape(key, source, tuple(target.shape), name)
+    target.copy_(source)
+
+
+def check_shape(key: str, source: torch.Tensor, expected: tuple[int, ...], name: str) -> None:
+    """Raises InvalidArgumentError, reason WEIGHT_SHAPE_MISMATCH, for another shape."""
+    if tuple(source.shape) != expected:
+        raise InvalidArgumentError(
+            f"Checkpoint key {key} has shape {list(source.shape)}, expected {list(expected)} for {name}",
+            reason="WEIGHT_SHAPE_MISMATCH",
+            metadata={"key": key},
+        )
+
+
+def random_expert(name: str, expert: int, weight: torch.Tensor) -> None:
+    """Draws one expert's matrix; the same values wherever the expert is placed."""
+    draw(f"{name}[{expert}]", weight)
+
+
+def draw(name: str, tensor: torch.Tensor) -> None:
+    """Draws a weight; the same values for a name in every process."""
+    generator = torch.Generator(device=tensor.device).manual_seed(zlib.crc32(name.encode()))
+    tensor.normal_(0.0, _RANDOM_STD, generator=generator)
