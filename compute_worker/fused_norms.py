@@ -50,7 +50,8 @@ class _FusedForward:
         """The normalised rows."""
         weight = self._parameters["weight"]
         assert weight is not None
-        return rms_norm(hidden_states, weight, self._eps, round_first=self._round_first)
+        rows = hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous()
+        return rms_norm(rows, weight, self._eps, round_first=self._round_first)
 
 
 def _eps(module: nn.Module) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -42,11 +43,14 @@ class _FusedRotary:
         self._device_type = device_type
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: int, **kwargs: int
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See rotary."""
-        if q.device.type == self._device_type and q.dim() == 4 and q.dtype == k.dtype == cos.dtype == sin.dtype:
-            return rotary(q, k, cos, sin, *args, **kwargs)
+        """See rotary. A fifth argument by place means different things in different families."""
+        one_dtype = q.dtype == k.dtype == cos.dtype == sin.dtype
+        contiguous = all(x.stride(-1) == 1 for x in (q, k, cos, sin))
+        plain = not args and kwargs.keys() <= {"unsqueeze_dim"} and (q.dim(), cos.dim()) == (4, 3)
+        if q.device.type == self._device_type and one_dtype and contiguous and plain:
+            return rotary(q, k, cos, sin, **kwargs)
         return self._original(q, k, cos, sin, *args, **kwargs)
 
 

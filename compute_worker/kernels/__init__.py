@@ -1,6 +1,7 @@
-"""The expert layer on the GPU: base GEMMs and per-token LoRA in Triton, each op beside its plain reference.
+"""What a step computes on the GPU in Triton, each op beside its plain reference.
 
-Imports torch and triton only, nothing of epilora. Start at `moe.moe`.
+The expert layer, base GEMMs and per-token LoRA, starts at `moe.moe`. `decode_attention`, `dense_lora`, `rms_norm` and
+`rotary` are one op each. Imports torch and triton only, nothing of epilora.
 """
 
 from compute_worker.kernels.adapter_table import AdapterTable, LayerAdapter, ProjectionSlice

@@ -87,6 +87,14 @@ def test_a_qwen3_model_keeps_its_answers(monkeypatch):
         after = model(ids).logits
     torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-5)
     assert replace_rotary(model), "a second time it is there already"
+    # What the kernel does not cover: a fifth argument by place, dtypes that differ.
+    q, k, angles = torch.rand(1, 5, 3, 16), torch.rand(1, 5, 2, 16), torch.rand(1, 5, 16)
+    q, k, angles = (x.to(_DEVICE, torch.float16) for x in (q, k, angles))
+    fused = getattr(modeling_qwen3_moe, name)
+    for args in ((q, k, angles, angles, 2), (q.float(), k, angles, angles, 2)):
+        for ours, theirs in zip(fused(*args), original(*args), strict=True):
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs)
 
 
 def test_other_rotations_stay(monkeypatch):
