@@ -145,7 +145,7 @@ def norm_cell(name: str, *shape: int) -> Cell:
         theirs=[lambda x=x: rms_norm_reference(x, weight, 1e-6) for x in rows],
         num_bytes=4 * rows[0].numel(),
         error=lambda: _relative_error(rms_norm(rows[0], weight, 1e-6), rms_norm_reference(rows[0], weight, 1e-6)),
-        max_error=1e-4,
+        max_error=1e-3,  # one result in a hundred may be the next number
     )
 
 
