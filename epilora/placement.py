@@ -52,7 +52,9 @@ class ExpertPlacement:
         self.strategy = strategy
         self.num_ranks = num_ranks
         self.placement_id = _digest(num_ranks, tables)
-        self._layers = MappingProxyType({layer: _arrays(tables[layer]) for layer in sorted(tables)})
+        # Most placements have the same table in every layer.
+        arrays = {table: _arrays(table) for table in set(tables.values())}
+        self._layers = MappingProxyType({layer: arrays[tables[layer]] for layer in sorted(tables)})
 
     @classmethod
     def make(cls, strategy_or_path: str, model: ModelSpec, num_ranks: int) -> ExpertPlacement:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from epilora.adapters.keys import Pair, pair_tensors
@@ -158,33 +159,57 @@ def inspect_adapter(
 
 
 def _look_at_names(pairs: Sequence[Pair], found: Inspection) -> None:
-    counts: Counter[str] = Counter()
-    ranks: defaultdict[str, set[int]] = defaultdict(set)
-    sizes: Counter[str] = Counter()
-    by_layer: defaultdict[int, Counter[int]] = defaultdict(Counter)
-    for pair in pairs:
-        parts = pair.module.split(".")
-        path = ".".join(["*" if part.isdigit() else part for part in parts])
-        counts[path] += 1
-        ranks[path].add(pair.a.shape[0] if pair.a.shape else 0)
-        sizes[path] += pair.a.size_bytes + pair.b.size_bytes
-        layer, expert = _number_after("layers", parts), _number_after("experts", parts)
-        if layer is not None and expert is not None:
-            by_layer[layer][expert] += 1
+    groups = _by_path(pairs)
     found.groups = tuple(
-        ModuleGroup(path=path, num_pairs=count, lora_ranks=tuple(sorted(ranks[path])), num_bytes=sizes[path])
-        for path, count in sorted(counts.items())
+        ModuleGroup(
+            path=path,
+            num_pairs=len(groups[path]),
+            lora_ranks=tuple(sorted({shape[0] if shape else 0 for shape in {pair.a.shape for pair in groups[path]}})),
+            num_bytes=sum([pair.a.size_bytes + pair.b.size_bytes for pair in groups[path]]),
+        )
+        for path in sorted(groups)
     )
+    by_layer: defaultdict[int, Counter[int]] = defaultdict(Counter)
+    for path, members in groups.items():
+        layer, expert = _number_place("layers", path), _number_place("experts", path)
+        if layer is not None and expert is not None:
+            numbers = Counter([tuple(itemgetter(layer, expert)(pair.module.split("."))) for pair in members])
+            for (layer_text, expert_text), count in numbers.items():
+                # A name may hold a star of its own.
+                if _is_number(layer_text + expert_text) and max(len(layer_text), len(expert_text)) < 6:
+                    by_layer[int(layer_text)][int(expert_text)] += count
     found.names_by_layer = {layer: dict(by_layer[layer]) for layer in sorted(by_layer)}
-    found.likely_families = next((families for sign, families in _SIGNS if any(sign in path for path in counts)), ())
+    found.likely_families = next((families for sign, families in _SIGNS if any(sign in path for path in groups)), ())
 
 
-def _number_after(name: str, parts: Sequence[str]) -> int | None:
-    """The first number behind a part of a path, if it is one a model may have."""
-    if name not in parts:
+def _by_path(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
+    """Pairs by path, with * for each number."""
+    # Nearly all names differ in the last segment but one alone, the expert's number: the others are looked at once.
+    beside: dict[tuple[str, str], list[Pair]] = {}
+    groups: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        path, _, last = pair.module.rpartition(".")
+        path, _, middle = path.rpartition(".")
+        if not _is_number(middle):
+            path, last = pair.module, ""
+        members = beside.get((path, last))
+        if members is None:
+            starred = ".".join(["*" if _is_number(part) else part for part in pair.module.split(".")])
+            members = beside[path, last] = groups.setdefault(starred, [])
+        members.append(pair)
+    return groups
+
+
+def _is_number(part: str) -> bool:
+    return part.isascii() and part.isdecimal()
+
+
+def _number_place(name: str, path: str) -> int | None:
+    """Which segment of a path is the first number behind a name."""
+    parts = path.split(".")
+    if name not in parts or "*" not in parts[parts.index(name) :]:
         return None
-    number = next((part for part in parts[parts.index(name) :] if part.isdigit()), "")
-    return int(number) if 0 < len(number) < 6 and number.isascii() else None
+    return parts.index("*", parts.index(name))
 
 
 def _look_at_form(form: NormalForm, model: ModelSpec, placement: ExpertPlacement, found: Inspection) -> None:
@@ -221,13 +246,10 @@ def coverage(found: Inspection) -> tuple[int, Mapping[int, Sequence[float]]]:
     if found.experts_by_layer:
         names = [projection for by in found.experts_by_layer.values() for projection in by]
         most = 2 if Projection.GATE_UP in names or Projection.GATE not in names else 3
-        layers = {
-            layer: [
-                min(1.0, sum(expert in experts for experts in map(set, by_projection.values())) / most)
-                for expert in range(found.num_experts)
-            ]
-            for layer, by_projection in found.experts_by_layer.items()
-        }
+        layers = {}
+        for layer, by_projection in found.experts_by_layer.items():
+            touched = Counter([expert for experts in by_projection.values() for expert in experts])
+            layers[layer] = [min(1.0, touched[expert] / most) for expert in range(found.num_experts)]
         return found.num_experts, layers
     if not found.names_by_layer:
         return 0, {}

@@ -8,8 +8,9 @@ the last segment and are read as pairs of `<experts>.gate_and_up_projs` and `<ex
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from epilora.adapters.safetensors_header import TensorEntry
 from epilora.errors import AdapterFormatError
@@ -29,9 +30,8 @@ _ALWAYS_REFUSED = (
 _MAX_NAMED = 5
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pair:
-    """A and B of one module, as the file names it."""
+class Pair(NamedTuple):
+    """A and B of one module, as the file names it. A tuple, as TensorEntry is."""
 
     module: str
     """Path without the prefix of PEFT's wrappers; the name that rank_pattern and alpha_pattern match."""
@@ -56,24 +56,19 @@ class PairedTensors:
     """Tensors whose name is not that of half a pair."""
 
 
-def pair_tensors(tensors: Iterable[TensorEntry]) -> PairedTensors:
+def pair_tensors(tensors: Sequence[TensorEntry]) -> PairedTensors:
     """Finds the two halves of each pair.
 
     Raises:
         AdapterFormatError: NO_LORA_TENSORS, UNSUPPORTED_ADAPTER (DoRA, bias), MIXED_ADAPTER_NAMES,
             DUPLICATE_TENSOR (two names of one half), MISSING_PAIR_HALF, EMPTY_TENSOR.
     """
+    pairs, rest = _neighbours(tensors)
     halves: dict[str, dict[str, TensorEntry]] = {}
     others: list[TensorEntry] = []
     adapter_names: dict[str, str] = {}
     embeddings: set[str] = set()
-    for tensor in tensors:
-        module, ending = tensor.name[: -len(_ENDING_A)], tensor.name[-len(_ENDING_A) :]
-        if ending in (_ENDING_A, _ENDING_B) and module and ".lora_" not in module and "\n" not in module:
-            # What nearly all names are; the expressions below say the same of them, in several times as long.
-            module, side = module.removeprefix(_PREFIX), ending[len(".lora_")]
-            _add_half(halves, module, side, tensor)
-            continue
+    for tensor in rest:
         match = _NAME.fullmatch(tensor.name) or _EMBEDDING_NAME.fullmatch(tensor.name)
         if match is None:
             _refuse_by_name(tensor)
@@ -86,8 +81,10 @@ def pair_tensors(tensors: Iterable[TensorEntry]) -> PairedTensors:
             embeddings.add(module)
         elif match["grouped"] is not None:
             module = f"{module}.{match['grouped']}_projs"
+        if module in pairs:
+            halves[module] = {"A": pairs[module].a, "B": pairs[module].b}
         _add_half(halves, module, match["side"], tensor)
-    if not halves:
+    if not halves and not pairs:
         raise _no_lora_tensors(others)
     if len(adapter_names) > 1:
         raise AdapterFormatError(
@@ -96,11 +93,42 @@ def pair_tensors(tensors: Iterable[TensorEntry]) -> PairedTensors:
             reason="MIXED_ADAPTER_NAMES",
         )
     _check_halves(halves)
-    pairs = tuple(
-        Pair(module=module, a=sides["A"], b=sides["B"], is_embedding=module in embeddings)
-        for module, sides in halves.items()
-    )
-    return PairedTensors(pairs=pairs, others=tuple(others))
+    for module, sides in halves.items():
+        pairs[module] = Pair(module=module, a=sides["A"], b=sides["B"], is_embedding=module in embeddings)
+    ordered = list(pairs.values())
+    if halves:
+        ordered.sort(key=lambda pair: min(pair.a.index, pair.b.index))
+    _check_empty(ordered)
+    return PairedTensors(pairs=tuple(ordered), others=tuple(others))
+
+
+def _neighbours(tensors: Sequence[TensorEntry]) -> tuple[dict[str, Pair], list[TensorEntry]]:
+    """Pairs of a `.lora_A.weight` and its `.lora_B.weight` right behind it, and the tensors that are in none.
+
+    Most files are such pairs from end to end, tens of thousands of them: this loop does as little as it can. What it
+    takes for a pair is what the expressions above would.
+    """
+    pairs: dict[str, Pair] = {}
+    rest: list[TensorEntry] = []
+    waiting: TensorEntry | None = None
+    module = expected = ""
+    for tensor in tensors:
+        name = tensor.name
+        if waiting is not None:
+            if name == expected and module not in pairs:
+                pairs[module] = Pair(module, waiting, tensor)
+                waiting = None
+                continue
+            rest.append(waiting)
+            waiting = None
+        path = name[: -len(_ENDING_A)]
+        if name.endswith(_ENDING_A) and path and ".lora_" not in path and "\n" not in path:
+            waiting, expected, module = tensor, path + _ENDING_B, path.removeprefix(_PREFIX)
+        else:
+            rest.append(tensor)
+    if waiting is not None:
+        rest.append(waiting)
+    return pairs, rest
 
 
 def _add_half(halves: dict[str, dict[str, TensorEntry]], module: str, side: str, tensor: TensorEntry) -> None:
@@ -147,14 +175,13 @@ def _check_halves(halves: dict[str, dict[str, TensorEntry]]) -> None:
             reason="MISSING_PAIR_HALF",
             metadata={"tensor": single[0]},
         )
-    names = [
-        tensor.name
-        for sides in halves.values()
-        for tensor in sides.values()
-        if tensor.size_bytes == 0 and any(other.size_bytes for other in sides.values())
-    ]
-    if names:
-        raise empty_tensors(names)
+
+
+def _check_empty(pairs: Sequence[Pair]) -> None:
+    """One half without elements is a fault; both are left to who knows the model."""
+    halves = [(pair.a, pair.b) for pair in pairs if (pair.a.size_bytes == 0) != (pair.b.size_bytes == 0)]
+    if halves:
+        raise empty_tensors([tensor.name for pair in halves for tensor in pair if tensor.size_bytes == 0])
 
 
 def empty_tensors(names: Sequence[str]) -> AdapterFormatError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,9 +52,8 @@ class AdapterTarget:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Region:
-    """A matrix inside a tensor of the file.
+class Region(NamedTuple):
+    """A matrix inside a tensor of the file. A tuple, as TensorEntry is.
 
     Semantics: with the tensor as a 2D array S (all dimensions but the last are rows), matrix =
     S[row_begin:row_end, column_begin::column_step], transposed if `transpose`.
@@ -97,9 +96,11 @@ class Region:
         return matrix.T if self.transpose else matrix
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoraPair:
-    """A [r, in] and B [out, r] of one expert's projection, or of one dense module. The delta is scale * B @ A."""
+class LoraPair(NamedTuple):
+    """A [r, in] and B [out, r] of one expert's projection, or of one dense module. The delta is scale * B @ A.
+
+    A tuple, as TensorEntry is.
+    """
 
     a: Region
     b: Region

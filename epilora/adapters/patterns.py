@@ -70,6 +70,11 @@ class ModulePatterns(Generic[Value]):
             self._spend(time.monotonic() - start)
 
     @property
+    def num_patterns(self) -> int:
+        """Entries of the table."""
+        return len(self._compiled)
+
+    @property
     def unused(self) -> list[str]:
         """Expressions that no module asked for has matched, sorted."""
         return sorted(self._unused)

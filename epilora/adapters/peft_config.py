@@ -98,6 +98,11 @@ class PeftConfig:
     """ensure_weight_tying."""
     warnings: tuple[str, ...]
 
+    @property
+    def has_patterns(self) -> bool:
+        """True if modules may differ in lora_rank or alpha."""
+        return self.ranks.num_patterns > 0 or self.alphas.num_patterns > 0
+
     def scale_of(self, module: str, lora_rank: int) -> float:
         """alpha / r, or alpha / sqrt(r) with rsLoRA; r is the tensors'.
 

@@ -9,6 +9,7 @@ are in the model's own order.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from epilora.adapters.checks import check_linear
@@ -35,27 +36,76 @@ def _numbers(count: int) -> dict[str, int]:
     return {str(number): number for number in range(count)}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """An expert's projection that was looked at with care."""
+
+    lora_rank: int
+    scale: float
+    a_shape: tuple[int, ...]
+    b_shape: tuple[int, ...]
+    config_rank: int
+    numbers: Mapping[str, int]
+    """Experts of the layer, by how they are spelled."""
+    by_expert: dict[int, LoraPair]
+    """Pairs of the layer's experts, one projection."""
+
+
 class KnownExperts:
-    """The experts found so far, and those beside them: their names differ in the number alone."""
+    """The experts found so far. Those beside one of them differ in the number alone, so little is left to check."""
 
-    def __init__(self) -> None:
-        self._found: dict[tuple[str, str], tuple[ExpertModule, dict[str, int]]] = {}
-        """(path of the experts as the file has it, name of the projection) -> one of them, and all numbers."""
+    def __init__(self, config: PeftConfig, rank_differences: list[str]) -> None:
+        """Args:
+        config: adapter_config.json.
+        rank_differences: what `place` adds to, as `rank_difference` says it.
+        """
+        self._config = config
+        self._has_patterns = config.has_patterns
+        self._rank_differences = rank_differences
+        self._found: dict[tuple[str, str], _Found] = {}
+        """By path of the experts, as the file has it, and name of the projection."""
 
-    def find(self, module: str) -> tuple[ExpertModule, int] | None:
-        """An expert beside that of a module path, and the number of the one meant; None if none was added."""
-        path, _, last = module.rpartition(".")
+    def place(self, pair: Pair) -> bool:
+        """Notes a pair if it is that of an expert beside one that was added, of the same shapes; else False."""
+        path, _, last = pair.module.rpartition(".")
         path, _, middle = path.rpartition(".")
-        beside, numbers = self._found.get((path, last), (None, {}))
-        number = numbers.get(middle)
-        return None if beside is None or number is None else (beside, number)
+        found = self._found.get((path, last))
+        if found is None:
+            return False
+        expert = found.numbers.get(middle)
+        if expert is None or expert in found.by_expert:
+            return False
+        if pair.a.shape != found.a_shape or pair.b.shape != found.b_shape or pair.is_embedding:
+            return False
+        lora_rank, scale, expected = found.lora_rank, found.scale, found.config_rank
+        if self._has_patterns:
+            scale, expected = self._config.scale_of(pair.module, lora_rank), self._config.ranks.value_of(pair.module)
+        if expected != lora_rank:
+            self._rank_differences.append(rank_difference(pair.module, expected, lora_rank))
+        a, b = Region(pair.a, 0, lora_rank), Region(pair.b, 0, pair.b.shape[0])
+        found.by_expert[expert] = LoraPair(a, b, lora_rank, scale)
+        return True
 
-    def add(self, module: str, expert: ExpertModule) -> None:
-        """Notes an expert, where its number is the last segment but one."""
-        path, _, last = module.rpartition(".")
+    def add(self, pair: Pair, expert: ExpertModule, by_expert: dict[int, LoraPair]) -> None:
+        """Notes an expert that was looked at, if its number is the last segment but one."""
+        path, _, last = pair.module.rpartition(".")
         path, _, middle = path.rpartition(".")
         if expert.layout is ExpertLayout.PER_EXPERT and middle == str(expert.expert):
-            self._found[path, last] = (expert, _numbers(expert.moe.num_experts))
+            resolved = by_expert[expert.expert]
+            self._found[path, last] = _Found(
+                lora_rank=resolved.lora_rank,
+                scale=resolved.scale,
+                a_shape=pair.a.shape,
+                b_shape=pair.b.shape,
+                config_rank=self._config.ranks.value_of(pair.module),
+                numbers=_numbers(expert.moe.num_experts),
+                by_expert=by_expert,
+            )
+
+
+def rank_difference(module: str, expected: int, got: int) -> str:
+    """A line of the report."""
+    return f"{module}: config {expected}, tensors {got}"
 
 
 _LISTS = {"gate_up_projs": Projection.GATE_UP, "up_projs": Projection.UP, "down_projs": Projection.DOWN}

@@ -11,14 +11,20 @@ from epilora.adapters.layout_hints import NO_HINTS, LayoutHints
 from epilora.adapters.normal_form import AdapterTarget, ExpertLayout, LoraPair, NormalForm, Region
 from epilora.adapters.packed import PackedModule, is_absent_gate, match_packed, rank_key, resolve_packed
 from epilora.adapters.peft_config import PeftConfig
-from epilora.adapters.per_expert import ExpertModule, KnownExperts, match_expert, resolve_expert_pair
+from epilora.adapters.per_expert import (
+    ExpertModule,
+    KnownExperts,
+    match_expert,
+    rank_difference,
+    resolve_expert_pair,
+)
 from epilora.adapters.safetensors_header import SafetensorsHeader, TensorEntry
 from epilora.adapters.stacked import StackedModule, match_stacked, resolve_stacked
 from epilora.errors import AdapterFormatError
 from epilora.families import Projection
 from epilora.model_spec import DenseModuleSpec
 
-_Experts = dict[tuple[int, Projection], dict[int, LoraPair]]
+_Place = tuple[int, Projection]
 # Paths of a text model inside a multimodal wrapper, over the versions of transformers.
 _MULTIMODAL_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
 
@@ -27,29 +33,29 @@ _MULTIMODAL_PREFIXES = ("model.language_model.", "language_model.model.", "langu
 class _Found:
     """What the pairs of a file turned out to be."""
 
-    experts: _Experts = field(default_factory=dict)
+    known: KnownExperts
+    rank_differences: list[str]
+    singles: dict[_Place, dict[int, LoraPair]] = field(default_factory=dict)
+    """By expert, where each has a pair of tensors of its own."""
+    packed: dict[_Place, Mapping[int, LoraPair]] = field(default_factory=dict)
     layouts: dict[ExpertLayout, str] = field(default_factory=dict)
     """Layouts seen, and the first tensor of each."""
     absent: list[str] = field(default_factory=list)
     """Empty tensors that stand for a projection which the family does not have."""
-    known: KnownExperts = field(default_factory=KnownExperts)
     stacked: list[tuple[StackedModule, Pair]] = field(default_factory=list)
     dense: dict[str, LoraPair] = field(default_factory=dict)
     left_over: list[TensorEntry] = field(default_factory=list)
     first_name: dict[object, str] = field(default_factory=dict)
-    rank_differences: list[str] = field(default_factory=list)
 
     def claim(self, key: object, pair: Pair) -> None:
         """Two modules of the file must not be one module of the model."""
         other = self.first_name.setdefault(key, pair.a.name)
         if other != pair.a.name:
-            raise AdapterFormatError(
-                f"{other} and {pair.a.name} are for the same module of the model", reason="DUPLICATE_TENSOR"
-            )
+            raise _same_module(other, pair)
 
     def note_rank(self, module: str, expected: int, got: int) -> None:
         if expected != got:
-            self.rank_differences.append(f"{module}: config {expected}, tensors {got}")
+            self.rank_differences.append(rank_difference(module, expected, got))
 
 
 def resolve_adapter(
@@ -77,15 +83,17 @@ def resolve_adapter(
         AdapterFormatError: see docs/adapters.md for the reasons.
     """
     paired = paired or pair_tensors(header.tensors)
-    found = _Found(left_over=list(paired.others))
+    differences: list[str] = []
+    found = _Found(known=KnownExperts(config, differences), rank_differences=differences, left_over=list(paired.others))
     for pair in paired.pairs:
-        _place(pair, target, config, found)
+        if not found.known.place(pair):
+            _place(pair, target, config, found)
     if found.left_over and not allow_partial:
         raise _unknown_tensors(found.left_over, len(header.tensors), config)
     layout = _one_layout(found.layouts)
-    experts: Mapping[tuple[int, Projection], Mapping[int, LoraPair]] = (
-        resolve_stacked(found.stacked, target, config, hints) if found.stacked else found.experts
-    )
+    experts: Mapping[_Place, Mapping[int, LoraPair]] = {**found.singles, **found.packed}
+    if found.stacked:
+        experts = resolve_stacked(found.stacked, target, config, hints)
     _check_projections(experts, target)
     form = NormalForm(
         expert_layout=layout,
@@ -101,10 +109,6 @@ def resolve_adapter(
 
 
 def _place(pair: Pair, target: AdapterTarget, config: PeftConfig, found: _Found) -> None:
-    known = None if pair.is_empty else found.known.find(pair.module)
-    if known is not None:
-        _place_expert(pair, *known, config, found)
-        return
     module = _renamed(pair.module, target)
     if pair.is_empty:
         if not is_absent_gate(module, target):
@@ -113,8 +117,7 @@ def _place(pair: Pair, target: AdapterTarget, config: PeftConfig, found: _Found)
         return
     expert = match_expert(module, target)
     if expert is not None:
-        found.known.add(pair.module, expert)
-        _place_expert(pair, expert, expert.expert, config, found)
+        _place_expert(pair, expert, config, found)
         return
     stacked = match_stacked(module, target)
     if stacked is not None:
@@ -134,14 +137,20 @@ def _place(pair: Pair, target: AdapterTarget, config: PeftConfig, found: _Found)
     found.dense[module] = _dense_pair(pair, dense, config, found)
 
 
-def _place_expert(pair: Pair, module: ExpertModule, expert: int, config: PeftConfig, found: _Found) -> None:
-    """An expert of the module's layer and projection."""
-    place = (module.moe.layer, module.projection)
-    found.claim((*place, expert), pair)
+def _place_expert(pair: Pair, module: ExpertModule, config: PeftConfig, found: _Found) -> None:
+    by_expert = found.singles.setdefault((module.moe.layer, module.projection), {})
+    if module.expert in by_expert:
+        raise _same_module(by_expert[module.expert].a.tensor.name, pair)
     found.layouts.setdefault(module.layout, pair.a.name)
-    resolved = resolve_expert_pair(pair, module, config)
-    found.experts.setdefault(place, {})[expert] = resolved
+    resolved = by_expert[module.expert] = resolve_expert_pair(pair, module, config)
+    found.known.add(pair, module, by_expert)
     found.note_rank(pair.module, config.ranks.value_of(pair.module), resolved.lora_rank)
+
+
+def _same_module(other: str, pair: Pair) -> AdapterFormatError:
+    return AdapterFormatError(
+        f"{other} and {pair.a.name} are for the same module of the model", reason="DUPLICATE_TENSOR"
+    )
 
 
 def _place_packed(pair: Pair, packed: PackedModule, target: AdapterTarget, config: PeftConfig, found: _Found) -> None:
@@ -154,7 +163,7 @@ def _place_packed(pair: Pair, packed: PackedModule, target: AdapterTarget, confi
     elif layout is ExpertLayout.PACKED and ExpertLayout.SHARED_OUTER in found.layouts:
         layout = ExpertLayout.SHARED_OUTER
     found.layouts.setdefault(layout, pair.a.name)
-    found.experts[place] = dict(pairs)
+    found.packed[place] = pairs
     found.note_rank(pair.module, config.ranks.value_of(rank_key(pair, packed, target.family)), pairs[0].lora_rank)
 
 
@@ -219,20 +228,21 @@ def _check_pairs(form: NormalForm, max_lora_rank: int, num_tensors: int) -> None
             f"none of the file's {num_tensors} tensors fits this model: {named(form.ignored)}",
             reason="NO_MATCHING_TENSORS",
         )
-    for pair in pairs:
-        if pair.lora_rank > max_lora_rank:
-            raise AdapterFormatError(
-                f"{pair.a.tensor.name}: lora_rank {pair.lora_rank} is above the limit {max_lora_rank} "
-                "(EPILORA_MAX_LORA_RANK)",
-                reason="LORA_RANK_TOO_LARGE",
-                metadata={"lora_rank": pair.lora_rank, "limit": max_lora_rank},
-            )
+    if max(pair.lora_rank for pair in pairs) > max_lora_rank:
+        pair = next(pair for pair in pairs if pair.lora_rank > max_lora_rank)
+        raise AdapterFormatError(
+            f"{pair.a.tensor.name}: lora_rank {pair.lora_rank} is above the limit {max_lora_rank} "
+            "(EPILORA_MAX_LORA_RANK)",
+            reason="LORA_RANK_TOO_LARGE",
+            metadata={"lora_rank": pair.lora_rank, "limit": max_lora_rank},
+        )
     for (layer, projection), by_expert in form.experts.items():
-        for side in ("a", "b"):
-            dtypes = {getattr(pair, side).tensor.dtype for pair in by_expert.values()}
+        a_dtypes = {pair.a.tensor.dtype for pair in by_expert.values()}
+        b_dtypes = {pair.b.tensor.dtype for pair in by_expert.values()}
+        for side, dtypes in (("A", a_dtypes), ("B", b_dtypes)):
             if len(dtypes) > 1:
                 raise AdapterFormatError(
-                    f"layer {layer}, {projection}: lora_{side.upper()} of its experts have dtypes {sorted(dtypes)}, "
+                    f"layer {layer}, {projection}: lora_{side} of its experts have dtypes {sorted(dtypes)}, "
                     "expected one",
                     reason="MIXED_DTYPES",
                 )

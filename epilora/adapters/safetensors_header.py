@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from epilora.errors import AdapterFormatError
 
@@ -25,20 +26,20 @@ _LFS_POINTER = b"version https://git-lfs"
 _NUMBER = r"(?:0|[1-9][0-9]{0,17})"
 _CANONICAL_STRING = re.compile(r'"([^"\\\x00-\x1f]*)":"([^"\\\x00-\x1f]*)"')
 _CANONICAL_START = re.compile(rf'\{{(?:"__metadata__":\{{(?P<metadata>(?:{_CANONICAL_STRING.pattern})?)\}},)?')
-_CANONICAL_ENTRY = re.compile(
-    rf'"([^"\\\x00-\x1f]{{1,{MAX_NAME_LENGTH}}})":\{{"dtype":"(F32|F16|BF16)",'
-    rf'"shape":\[((?:{_NUMBER}(?:,{_NUMBER}){{0,7}})?)\],"data_offsets":\[({_NUMBER}),({_NUMBER})\]\}}'
-)
-_CANONICAL_ENTRIES = re.compile(rf"{_CANONICAL_ENTRY.pattern}(?:,{_CANONICAL_ENTRY.pattern})*+\}} *")
+_CANONICAL_SHAPE = re.compile(rf":\[((?:{_NUMBER}(?:,{_NUMBER}){{0,7}})?)\],")
+_CANONICAL_OFFSETS = re.compile(rf"(?::\[{_NUMBER},{_NUMBER}\]\}},)*+")
+_PRINTABLE = bytes(character for character in range(0x20, 0x7F) if character != ord("\\"))
+# `"name":{"dtype":"F32","shape":[3,8],"data_offsets":[0,96]},` split at its quotes: what is between what varies.
+_CANONICAL_PARTS = {2: ":{", 3: "dtype", 4: ":", 6: ",", 7: "shape", 9: "data_offsets"}
+_NAMES, _DTYPES, _SHAPES, _OFFSETS, _PARTS_PER_ENTRY = 1, 5, 8, 10, 10
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorEntry:
-    """A tensor of a safetensors file."""
+class TensorEntry(NamedTuple):
+    """A tensor of a safetensors file. A tuple, since an adapter has tens of thousands and they are made all at once."""
 
-    index: int
-    """Position in order of offset."""
+    index: int  # type: ignore[assignment]
+    """In order of offset, from 0."""
     name: str
     dtype: str
     """A key of FLOAT_BYTES."""
@@ -125,60 +126,77 @@ def parse_header(header: bytes, *, file_bytes: int, where: str) -> SafetensorsHe
     found = [_entry(name, value, data_start, where) for name, value in entries.items()]
     found.sort(key=lambda item: (item.offset, item.size_bytes))
     _check_coverage(found, data_start, file_bytes, where)
-    tensors = tuple(
-        TensorEntry(
-            index=index,
-            name=item.name,
-            dtype=item.dtype,
-            shape=item.shape,
-            offset=item.offset,
-            size_bytes=item.size_bytes,
-        )
-        for index, item in enumerate(found)
-    )
+    tensors = tuple(item._replace(index=index) for index, item in enumerate(found))
     return SafetensorsHeader(tensors=tensors, metadata=metadata, file_bytes=file_bytes)
 
 
 def _parse_canonical(header: bytes, file_bytes: int) -> SafetensorsHeader | None:
     """The header if it is spelled as safetensors itself does and nothing is wrong with it; else None.
 
-    A per-expert adapter has tens of thousands of tensors, and to check each with care takes longer than to copy it.
+    A per-expert adapter has tens of thousands of tensors, and to check each with care takes longer than to copy it. So
+    the text is split at its quotes, and each part of an entry is looked at for all entries at once.
     """
-    try:
-        text = header.decode("ascii")
-    except UnicodeDecodeError:
+    if header.translate(None, _PRINTABLE):
         return None
+    text = header.decode("ascii")
     start = _CANONICAL_START.match(text)
-    if start is None or _CANONICAL_ENTRIES.fullmatch(text, start.end()) is None:
+    if start is None:
         return None
-    rows = [
-        (int(begin), int(end), name, dtype, shape)
-        for name, dtype, shape, begin, end in _CANONICAL_ENTRY.findall(text, start.end())
-    ]
-    rows.sort(key=itemgetter(0, 1))
-    shapes = {shape: tuple(map(int, shape.split(","))) if shape else () for shape in {row[4] for row in rows}}
-    sizes = {shape: math.prod(extents) for shape, extents in shapes.items()}
+    columns = _columns_of(text[start.end() :].rstrip(" ").split('"'))
+    if columns is None:
+        return None
+    begins, ends, names, dtypes, shapes = columns
+    # safetensors writes entries in order of offset.
+    if begins != [0, *ends[:-1]]:
+        rows = sorted(zip(*columns, strict=True), key=itemgetter(0, 1))
+        begins, ends, names, dtypes, shapes = map(list, zip(*rows, strict=True))
+    kinds = list(zip(dtypes, shapes, strict=True))
+    expected = {(dtype, shape): math.prod(shape) * FLOAT_BYTES[dtype] for dtype, shape in set(kinds)}
+    sizes = list(map(expected.__getitem__, kinds))
     data_start = 8 + len(header)
-    tensors: list[TensorEntry] = []
-    last = 0
-    for begin, end, name, dtype, shape in rows:
-        if begin != last or end - begin != sizes[shape] * FLOAT_BYTES[dtype]:
-            return None
-        last = end
-        entry = TensorEntry(
-            index=len(tensors),
-            name=name,
-            dtype=dtype,
-            shape=shapes[shape],
-            offset=data_start + begin,
-            size_bytes=end - begin,
-        )
-        tensors.append(entry)
-    names = {entry.name for entry in tensors}
-    if data_start + last != file_bytes or len(names) != len(tensors) or "__metadata__" in names:
+    # Each begins where the one before ends, and the sizes are those of the shapes.
+    if begins != [0, *ends[:-1]] or ends != list(itertools.accumulate(sizes)):
         return None
+    if data_start + ends[-1] != file_bytes or len(set(names)) != len(names) or "__metadata__" in names:
+        return None
+    offsets = [data_start + begin for begin in begins]
+    fields = zip(itertools.count(), names, dtypes, shapes, offsets, sizes, itertools.repeat(0), strict=False)
     metadata = dict(_CANONICAL_STRING.findall(start["metadata"] or ""))
-    return SafetensorsHeader(tensors=tuple(tensors), metadata=metadata, file_bytes=file_bytes)
+    return SafetensorsHeader(tensors=tuple(map(TensorEntry._make, fields)), metadata=metadata, file_bytes=file_bytes)
+
+
+_Columns = tuple[list[int], list[int], list[str], list[str], list[tuple[int, ...]]]
+
+
+def _columns_of(parts: list[str]) -> _Columns | None:
+    """(begin, end, name, dtype, shape) of all entries, from the text after the metadata, split at its quotes."""
+    num_entries = (len(parts) - 1) // _PARTS_PER_ENTRY
+    if num_entries == 0 or len(parts) != 1 + num_entries * _PARTS_PER_ENTRY or parts[0] or parts[-1][-2:] != "}}":
+        return None
+    parts[-1] = f"{parts[-1][:-1]},"
+    if any(parts[first::_PARTS_PER_ENTRY].count(value) != num_entries for first, value in _CANONICAL_PARTS.items()):
+        return None
+    names, dtypes = parts[_NAMES::_PARTS_PER_ENTRY], parts[_DTYPES::_PARTS_PER_ENTRY]
+    lengths = set(map(len, names))
+    if min(lengths) < 1 or max(lengths) > MAX_NAME_LENGTH or not set(dtypes) <= FLOAT_BYTES.keys():
+        return None
+    spelled = parts[_SHAPES::_PARTS_PER_ENTRY]
+    matches = {shape: _CANONICAL_SHAPE.fullmatch(shape) for shape in set(spelled)}
+    known = {
+        shape: tuple(map(int, match[1].split(","))) if match[1] else () for shape, match in matches.items() if match
+    }
+    offsets = _offsets_of("".join(parts[_OFFSETS::_PARTS_PER_ENTRY]), num_entries)
+    if len(known) != len(matches) or offsets is None:
+        return None
+    return (*offsets, names, dtypes, [known[shape] for shape in spelled])
+
+
+def _offsets_of(text: str, num_entries: int) -> tuple[list[int], list[int]] | None:
+    """(begin, end) of all entries, from `:[0,96]},:[96,192]},`; None if it is anything else."""
+    if _CANONICAL_OFFSETS.fullmatch(text) is None:
+        return None
+    numbers = list(map(int, text[2:-3].replace("]},:[", ",").split(",")))
+    return (numbers[::2], numbers[1::2]) if len(numbers) == 2 * num_entries else None
 
 
 def _load(header: bytes, where: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -124,7 +124,7 @@ class AdapterWeights:
         for number, header in enumerate(headers):
             metadata |= header.metadata
             for tensor in header.tensors:
-                other = found.setdefault(tensor.name, replace(tensor, file=number, index=len(found)))
+                other = found.setdefault(tensor.name, tensor._replace(file=number, index=len(found)))
                 if other.file != number:
                     raise AdapterFormatError(
                         f"{tensor.name} is in {self._files[other.file].where} and in {self._files[number].where}",

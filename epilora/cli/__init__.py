@@ -1,5 +1,17 @@
-"""The `epilora` command: serve, and a client of the services."""
+"""The `epilora` command: serve, a client of the services, and commands that look at files."""
 
-from epilora.cli.app import main
+from __future__ import annotations
 
-__all__ = ["main"]
+import sys
+
+_OFFLINE = ("inspect", "convert")
+
+
+def main() -> None:
+    """Entry point. Exit codes: 0 done; 1 refused; 2 wrong usage; 3 not available now, a retry may succeed."""
+    # Looking at a file takes as long as the imports of all other commands: these two are started without them.
+    if sys.argv[1:2] and sys.argv[1] in _OFFLINE:
+        from epilora.cli.offline import app
+    else:
+        from epilora.cli.app import app
+    app()

@@ -1,5 +1,5 @@
 """`python -m epilora.cli`."""
 
-from epilora.cli.app import main
+from epilora.cli import main
 
 main()

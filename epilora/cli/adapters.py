@@ -14,7 +14,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeE
 from rich.table import Table
 
 from epilora.adapters.layout_hints import LayoutHints
-from epilora.cli.client import DEFAULT_ADDRESS, Address, Timeout, connected, console, error_console, format_bytes
+from epilora.cli.client import DEFAULT_ADDRESS, Address, Timeout, connected
+from epilora.cli.output import console, error_console, format_bytes
 from epilora.v1 import adapter_service_pb2, adapter_service_pb2_grpc, types_pb2
 
 app = typer.Typer(help="Loads, unloads and shows adapters.", no_args_is_help=True)

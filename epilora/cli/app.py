@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from epilora import __version__
-from epilora.cli import adapters, generate, inspect, plan, rebalance, serve, status
+from epilora.cli import adapters, generate, offline, plan, rebalance, serve, status
 
 app = typer.Typer(
     name="epilora",
@@ -17,8 +17,7 @@ app = typer.Typer(
 app.add_typer(adapters.app, name="adapter")
 app.command()(generate.generate)
 app.command()(plan.plan)
-app.command()(inspect.inspect)
-app.command()(inspect.convert)
+offline.add_commands(app)
 app.command()(rebalance.rebalance)
 app.command()(serve.serve)
 app.command()(status.status)
@@ -28,8 +27,3 @@ app.command()(status.status)
 def version() -> None:
     """Prints the version."""
     typer.echo(__version__)
-
-
-def main() -> None:
-    """Entry point. Exit codes: 0 done; 1 refused; 2 wrong usage; 3 not available now, a retry may succeed."""
-    app()

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from epilora.cli.client import DEFAULT_ADDRESS, Address, Timeout, connected, error_console
+from epilora.cli.client import DEFAULT_ADDRESS, Address, Timeout, connected
+from epilora.cli.output import error_console
 from epilora.v1 import generation_service_pb2, generation_service_pb2_grpc
 
 INT32_MAX = 2**31 - 1

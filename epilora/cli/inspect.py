@@ -15,8 +15,8 @@ from epilora.adapters.convert import ConvertedLayout, convert_adapter
 from epilora.adapters.inspection import Inspection, coverage, inspect_adapter
 from epilora.adapters.layout_hints import LayoutHints
 from epilora.adapters.open_adapter import open_adapter
-from epilora.cli.client import EXIT_REFUSED, console, fail, format_bytes
 from epilora.cli.model import read_model
+from epilora.cli.output import EXIT_REFUSED, console, fail, format_bytes
 from epilora.errors import EpiloraError
 
 _SHADES = " ░▒▓█"

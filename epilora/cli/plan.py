@@ -11,8 +11,9 @@ import typer
 from rich.table import Table
 
 from epilora.balance import balanced_placement, spread
-from epilora.cli.client import connected, console, fail, format_bytes
+from epilora.cli.client import connected
 from epilora.cli.model import read_model
+from epilora.cli.output import console, fail, format_bytes
 from epilora.errors import EpiloraError, InvalidArgumentError
 from epilora.memory_plan import RankPlan, element_bytes_of, plan_memory, read_adapter
 from epilora.model_spec import ModelSpec

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from epilora.cli.client import DEFAULT_ADDRESS, Address, Timeout, connected, console, fail
+from epilora.cli.client import DEFAULT_ADDRESS, Address, Timeout, connected
+from epilora.cli.output import console, fail
 from epilora.errors import EpiloraError
 from epilora.placement import ExpertPlacement
 from epilora.v1 import cluster_service_pb2, cluster_service_pb2_grpc

@@ -12,8 +12,8 @@ import typer
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
-from epilora.cli.client import fail, print_error
 from epilora.cli.directories import Directories
+from epilora.cli.output import fail, print_error
 from epilora.cli.supervisor import ServeOptions, Supervisor
 from epilora.errors import EpiloraError, InvalidArgumentError
 from epilora.families import SIZED_FAMILIES

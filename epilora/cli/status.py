@@ -8,17 +8,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.table import Table
 
 from epilora.cli.adapters import adapter_table
-from epilora.cli.client import (
-    DEFAULT_ADDRESS,
-    EXIT_UNAVAILABLE,
-    Address,
-    Timeout,
-    connected,
-    console,
-    error_console,
-    format_bytes,
-    rpc_error,
-)
+from epilora.cli.client import DEFAULT_ADDRESS, Address, Timeout, connected, rpc_error
+from epilora.cli.output import EXIT_UNAVAILABLE, console, error_console, format_bytes
 from epilora.v1 import (
     adapter_service_pb2,
     adapter_service_pb2_grpc,

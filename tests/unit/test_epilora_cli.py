@@ -49,3 +49,18 @@ def test_a_relative_source_is_meant_from_here(tmp_path: Path, monkeypatch: pytes
     assert adapters._absolute("a/b") == str(tmp_path.resolve() / "a" / "b")
     assert adapters._absolute("/a/b") == "/a/b"
     assert adapters._absolute("file:///a/b") == "file:///a/b"
+
+
+def test_commands_that_look_at_files_do_without_the_others_imports() -> None:
+    """They would take longer than the command itself."""
+    code = (
+        "import sys; sys.argv = ['epilora', 'inspect', '--help']\n"
+        "from epilora.cli import main\n"
+        "try:\n    main()\n"
+        "finally:\n    print([n for n in ('grpc_status', 'structlog', 'pydantic_settings') if n in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=REPOSITORY, timeout=60
+    )
+    assert "Directory with adapter_config.json" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"

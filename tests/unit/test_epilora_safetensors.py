@@ -96,6 +96,45 @@ def test_every_spelling_of_a_header_means_the_same(
     assert _parse(compact, end) == _parse(spaced, end)
 
 
+def test_entries_in_any_order() -> None:
+    entries = {"c": _entry(20, 24), "a": _entry(0, 12, [3, 1]), "e": _entry(12, 12, [0]), "b": _entry(12, 20)}
+    compact, spaced = (json.dumps(entries, separators=way).encode() for way in ((",", ":"), (", ", ": ")))
+    parsed = _parse(compact.ljust(len(spaced)), 24)
+    assert parsed == _parse(spaced, 24)
+    assert [tensor.name for tensor in parsed.tensors] == ["a", "e", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    "offsets",
+    [
+        "[0,4,12],[12]",
+        "[0],[4,4,12]",
+        "[0,04],[4,12]",
+        "[0,+4],[4,12]",
+        "[0,4.0],[4,12]",
+        "[0, 4],[4,12]",
+        "[-0,4],[4,12]",
+    ],
+)
+def test_numbers_that_the_short_way_must_not_take(offsets: str) -> None:
+    """JSON allows some of them; either way the careful parser has the last word."""
+    first, second = offsets.replace("],[", "]|[").split("|")
+    entry = '"{}":{{"dtype":"F32","shape":[{}],"data_offsets":{}}}'
+    header = "{" + entry.format("a", 1, first) + "," + entry.format("b", 2, second) + "}"
+    try:
+        expected = json.loads(header)
+        is_good = all(type(number) is int for entry in expected.values() for number in entry["data_offsets"]) and [
+            len(entry["data_offsets"]) for entry in expected.values()
+        ] == [2, 2]
+    except ValueError:
+        is_good = False
+    if is_good:
+        assert [tensor.size_bytes for tensor in _parse(header.encode(), 12).tensors] == [4, 8]
+    else:
+        with pytest.raises(AdapterFormatError):
+            _parse(header.encode(), 12)
+
+
 @pytest.mark.parametrize(
     "header",
     [

@@ -1,0 +1,39 @@
+"""What all commands share: consoles, exit codes, and errors as one clear block."""
+
+from __future__ import annotations
+
+import grpc
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from epilora.errors import EpiloraError
+
+EXIT_REFUSED = 1
+EXIT_UNAVAILABLE = 3
+_RETRY_MAY_HELP = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED)
+
+console = Console()
+error_console = Console(stderr=True)
+
+
+def print_error(code: str, reason: str, message: str) -> None:
+    """One block on stderr: code and reason, then the message."""
+    error_console.print(Text.assemble((f"error: {code}", "bold red"), f" ({reason})" if reason else ""))
+    error_console.print(Text(f"  {message}"), soft_wrap=True)
+
+
+def fail(error: EpiloraError) -> typer.Exit:
+    """Prints an error and gives the exit to raise."""
+    print_error(error.code.name, error.reason, error.message)
+    return typer.Exit(EXIT_UNAVAILABLE if error.code in _RETRY_MAY_HELP else EXIT_REFUSED)
+
+
+def format_bytes(count: int) -> str:
+    """ "1.5 MiB" for people."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
