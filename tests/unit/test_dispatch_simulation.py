@@ -1,0 +1,75 @@
+"""The simulation of dispatch on more ranks counts what the dispatchers send, and docs/scaling.md is what it says."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.dispatch_simulation import (
+    LINKS,
+    MODELS,
+    RESULTS,
+    Links,
+    Model,
+    destinations,
+    document,
+    simulate,
+)
+from compute_worker.dispatch.packed_rows import pack_tokens
+
+PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
+FIGURES = json.loads(LINKS.read_text())
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("with_slot", [True, False])
+def test_row_bytes_are_those_of_packed_rows(model: Model, with_slot: bool) -> None:
+    x_TD = torch.zeros((1, model.hidden), dtype=torch.bfloat16)
+    ids_TK = torch.zeros((1, model.top_k), dtype=torch.int64)
+    extras = {"slot": torch.zeros(1, dtype=torch.int32)} if with_slot else {}
+    _, rows = pack_tokens(x_TD, ids_TK.float(), ids_TK, extras, num_rows=1)
+    assert model.row_bytes(with_slot=with_slot) == rows.shape[1]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8, 64])
+def test_ranks_reached_are_those_of_the_formula(num_ranks: int) -> None:
+    """A rank is needed unless all K experts are among the others'."""
+    model = MODELS[0]
+    per_rank = model.num_experts // num_ranks
+    missed = math.comb(model.num_experts - per_rank, model.top_k) / math.comb(model.num_experts, model.top_k)
+    drawn = destinations(model, num_ranks, 256, gpus_per_host=8)
+    assert drawn.same_host + drawn.other_hosts == pytest.approx((num_ranks - 1) * (1 - missed), rel=0.02)
+    assert (drawn.other_hosts > 0) == (num_ranks > 8)
+
+
+def test_measured_points_come_back() -> None:
+    links, measured = Links(FIGURES), FIGURES["measured"]
+    for model in MODELS:
+        times = measured["allgather_us"][str(model.hidden)]
+        for num_tokens, us in zip(measured["tokens_per_rank"], times, strict=True):
+            assert links.two_gpus_us(num_tokens * model.result_bytes) == pytest.approx(us)
+            # The whole of two ranks' dispatch and combine, against what was measured of both.
+            cost = simulate(links, model, "allgather_reducescatter", 2, num_tokens)
+            index = measured["tokens_per_rank"].index(num_tokens)
+            both = [measured[kind][str(model.hidden)][index] for kind in ("packed_row_us", "reduce_scatter_us")]
+            assert cost.total_us == pytest.approx(sum(both), rel=0.15)
+
+
+def test_more_ranks_and_tokens_cost_more() -> None:
+    links = Links(FIGURES)
+    for model in MODELS:
+        for backend in ("allgather_reducescatter", "all_to_all"):
+            by_ranks = [simulate(links, model, backend, ranks, 64).total_us for ranks in (2, 8, 16, 64, 256)]
+            assert by_ranks == sorted(by_ranks)
+            by_tokens = [simulate(links, model, backend, 64, tokens).total_us for tokens in (1, 8, 64, 256)]
+            assert by_tokens == sorted(by_tokens)
+
+
+def test_the_page_is_what_the_simulation_says() -> None:
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else None
+    expected = document(Links(FIGURES), FIGURES, results)
+    assert PAGE.read_text() == expected, "run python -m benchmarks.dispatch_simulation --docs docs/scaling.md"
