@@ -14,7 +14,7 @@ from torch import nn
 
 from compute_worker.dispatch.base import Dispatcher
 from compute_worker.experts_base import AdapterTokens, ExpertBackend, ExpertWeights
-from compute_worker.step_context import CurrentStep
+from compute_worker.step_context import CurrentStep, StepContext
 from epilora.placement import ExpertPlacement
 
 ADAPTER_SLOT = "adapter_slot"
@@ -80,7 +80,7 @@ class ExpertLayer:
     ) -> None:
         """Args:
         counter: int64 [1 + local slots]; rows by local slot + 1 are added to it.
-        scales_input: the router's weight multiplies what the expert gets, instead of its output; K is 1.
+        scales_input: the router's weight multiplies what the expert gets, instead of its output.
         """
         self._scales_input = scales_input
         self.layer = layer
@@ -108,9 +108,27 @@ class ExpertLayer:
         if context.given_topk is not None:
             expert_TK, weight_TK = context.given_topk
         if self._scales_input:
-            assert expert_TK.shape[1] == 1, expert_TK.shape
-            x_TD = x_TD * weight_TK.to(x_TD.dtype)
-            weight_TK = torch.ones_like(weight_TK)
+            y_TD = self._forward_scaled(context, x_TD, expert_TK, weight_TK)
+        else:
+            y_TD = self._forward(context, x_TD, expert_TK, weight_TK)
+        context.routed_output = y_TD
+        return y_TD
+
+    def _forward_scaled(
+        self, context: StepContext, x_TD: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
+    ) -> torch.Tensor:
+        """One pass for each of a token's experts, since each gets another input."""
+        y_TD = torch.zeros_like(x_TD)
+        for expert_T1, weight_T1 in zip(
+            torch.split(expert_TK, 1, dim=1), torch.split(weight_TK, 1, dim=1), strict=True
+        ):
+            scaled_TD = x_TD * weight_T1.to(x_TD.dtype)
+            y_TD = y_TD + self._forward(context, scaled_TD, expert_T1, torch.ones_like(weight_T1))
+        return y_TD
+
+    def _forward(
+        self, context: StepContext, x_TD: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
+    ) -> torch.Tensor:
         arrived, handle = self._dispatcher.dispatch(
             x_TD,
             self._physical.choose(expert_TK),
@@ -129,9 +147,7 @@ class ExpertLayer:
         ]
         self._count(arrived.slot_NK)
         y_ND = self._backend.forward(self.weights, arrived, adapters)
-        y_TD = self._dispatcher.combine(y_ND, handle)
-        context.routed_output = y_TD
-        return y_TD
+        return self._dispatcher.combine(y_ND, handle)
 
     def _count(self, slot_NK: torch.Tensor) -> None:
         slot_R = slot_NK.flatten() + 1
