@@ -14,11 +14,13 @@ import structlog
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation
 
 from compute_worker.checkpoint_experts import (
     ExpertParameter,
     ExpertReader,
     FillExpert,
+    check_shape,
     copy_tensor,
     draw,
     fill_from,
@@ -29,6 +31,7 @@ from compute_worker.checkpoint_keys import CheckpointPlan, plan_checkpoint
 from compute_worker.experts_modules import ExpertsTraits, shape_of
 from compute_worker.model_description import build_without_memory
 from compute_worker.process_memory import used_bytes
+from compute_worker.quantized_files import open_weights
 from epilora.errors import InvalidArgumentError
 from epilora.load_spec import MoEEPLoadSpec
 from epilora.model_spec import MoELayerSpec
@@ -77,7 +80,6 @@ def load_model(settings: WorkerSettings, load_spec: MoEEPLoadSpec, device: torch
         InvalidArgumentError: the weights do not fit config.json, some are missing, or they are broken.
     """
     config = AutoConfig.from_pretrained(settings.model)
-    _refuse_quantized(settings, config)
     dtype = _dtype_of(settings.dtype, config)
     model = build_without_memory(
         settings.model,
@@ -85,15 +87,17 @@ def load_model(settings: WorkerSettings, load_spec: MoEEPLoadSpec, device: torch
         experts_implementation=EXPERTS_IMPLEMENTATION,
         dtype=dtype,
     )
+    _keep_in_float32(model, dtype)
     model.tie_weights()
     model.requires_grad_(False).eval()
     experts = _expert_parameters(model, load_spec)
     if settings.load_format == "random":
         growth = _fill(model, experts, device, random_dense, random_expert)
         shapes = {name: parameter.full_shape for name, parameter in experts.items()}
-        reader = ExpertReader(directory=settings.model, plan=None, identity=(), full_shapes=shapes)
+        reader = ExpertReader(directory=settings.model, quantization=None, plan=None, identity=(), full_shapes=shapes)
     else:
-        growth, reader = _fill_from_files(settings.model, model, experts, device)
+        quantization = getattr(config, "quantization_config", None)
+        growth, reader = _fill_from_files(settings.model, quantization, model, experts, device)
     expert_bytes = sum(parameter.local().nbytes for parameter in experts.values())
     expected = sum(
         torch.Size(parameter.full_shape[1:]).numel() * len(parameter.local_experts) * dtype.itemsize
@@ -119,21 +123,22 @@ def load_model(settings: WorkerSettings, load_spec: MoEEPLoadSpec, device: torch
     return loaded
 
 
-def _refuse_quantized(settings: WorkerSettings, config: object) -> None:
-    quantization = getattr(config, "quantization_config", None)
-    if quantization and settings.load_format != "random":
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise InvalidArgumentError(
-            f"{settings.model} holds quantized weights ({method}); save it dequantized with transformers and use that",
-            reason="UNSUPPORTED_CHECKPOINT",
-        )
-
-
 def _dtype_of(wanted: str, config: object) -> torch.dtype:
     if wanted != "auto":
         return _DTYPES[wanted]
     dtype = getattr(config, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """What transformers' own loading keeps in float32 whatever the model's dtype is, such as biases of routers."""
+    patterns = list(model._get_dtype_plan(dtype))
+    if not patterns:
+        return
+    expression, _, _ = build_glob_alternation(patterns)
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if expression.search(name) and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
 
 
 def _expert_parameters(model: PreTrainedModel, load_spec: MoEEPLoadSpec) -> dict[str, ExpertParameter]:
@@ -171,21 +176,39 @@ def _unsupported_experts(model: nn.Module, moe: MoELayerSpec, what: str) -> Inva
 
 
 def _fill_from_files(
-    directory: Path, model: PreTrainedModel, experts: dict[str, ExpertParameter], device: torch.device
+    directory: Path,
+    quantization: object,
+    model: PreTrainedModel,
+    experts: dict[str, ExpertParameter],
+    device: torch.device,
 ) -> tuple[int, ExpertReader]:
     """Fills everything from the files; returns the growth of memory while experts were read, bytes, and a reader."""
     full_shapes = {name: parameter.full_shape for name, parameter in experts.items()}
-    with CheckpointFiles(directory) as files:
+    with CheckpointFiles(directory) as mapped:
+        files = open_weights(mapped, directory, quantization)
         plan = plan_checkpoint(model, files.keys(), full_shapes)
         _check_complete(plan, model, experts)
 
         def fill_dense(names: set[str], parameter: torch.Tensor) -> None:
             # Of tied names, a checkpoint may hold one only.
             name = min(names & plan.dense.keys())
-            copy_tensor(files, plan.dense[name], parameter, name)
+            keys = plan.dense[name]
+            if len(keys) == 1:
+                copy_tensor(files, keys[0], parameter, name)
+                return
+            whole = torch.cat([files.tensor(key) for key in keys])
+            check_shape(" and ".join(keys), tuple(whole.shape), tuple(parameter.shape), name)
+            parameter.copy_(whole)
 
         growth = _fill(model, experts, device, fill_dense, fill_from(files, plan, full_shapes))
-        return growth, ExpertReader(directory=directory, plan=plan, identity=files.identity, full_shapes=full_shapes)
+        reader = ExpertReader(
+            directory=directory,
+            quantization=quantization,
+            plan=plan,
+            identity=mapped.identity,
+            full_shapes=full_shapes,
+        )
+        return growth, reader
 
 
 def _check_complete(plan: CheckpointPlan, model: PreTrainedModel, experts: dict[str, ExpertParameter]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from compute_worker.checkpoint_files import CheckpointFiles
 from compute_worker.checkpoint_keys import CheckpointPlan
+from compute_worker.quantized_files import Weights, open_weights
 from epilora.errors import FailedPreconditionError, InvalidArgumentError
 
 FillExpert = Callable[[str, int, torch.Tensor], None]
@@ -44,12 +45,14 @@ class ExpertReader:
 
     Attributes:
         directory: of the checkpoint.
+        quantization: quantization_config of its config.json; None without.
         plan: its keys; None: weights are drawn.
         identity: CheckpointFiles.identity when the model was loaded.
         full_shapes: [E, ...] of each expert parameter, by name.
     """
 
     directory: Path
+    quantization: object
     plan: CheckpointPlan | None
     identity: tuple[tuple[object, ...], ...]
     full_shapes: Mapping[str, tuple[int, ...]]
@@ -71,18 +74,21 @@ class ExpertReader:
                     " service to serve the new ones",
                     reason="CHECKPOINT_CHANGED",
                 )
-            yield fill_from(files, self.plan, self.full_shapes)
+            yield fill_from(open_weights(files, self.directory, self.quantization), self.plan, self.full_shapes)
 
 
-def fill_from(files: CheckpointFiles, plan: CheckpointPlan, full_shapes: Mapping[str, tuple[int, ...]]) -> FillExpert:
+def fill_from(files: Weights, plan: CheckpointPlan, full_shapes: Mapping[str, tuple[int, ...]]) -> FillExpert:
     """A function that copies one expert's matrix from open files."""
 
     def fill(name: str, expert: int, weight: torch.Tensor) -> None:
         if name in plan.fused_experts:
-            key = plan.fused_experts[name]
-            stacked = files.tensor(key)
-            check_shape(key, stacked, full_shapes[name], name)
-            weight.copy_(stacked[expert])
+            key, expected = plan.fused_experts[name], full_shapes[name]
+            is_swapped = name in plan.transposed_experts and files.shape(key) != expected
+            if is_swapped:
+                expected = (expected[0], expected[2], expected[1])
+            check_shape(key, files.shape(key), expected, name)
+            stored = files.expert(key, expert)
+            weight.copy_(stored.t() if is_swapped else stored)
             return
         for part in plan.expert_parts[name, expert]:
             rows = weight.chunk(part.num_parts, dim=0)[part.index]
@@ -91,18 +97,17 @@ def fill_from(files: CheckpointFiles, plan: CheckpointPlan, full_shapes: Mapping
     return fill
 
 
-def copy_tensor(files: CheckpointFiles, key: str, target: torch.Tensor, name: str) -> None:
+def copy_tensor(files: Weights, key: str, target: torch.Tensor, name: str) -> None:
     """Copies one tensor of the checkpoint into its place."""
-    source = files.tensor(key)
-    check_shape(key, source, tuple(target.shape), name)
-    target.copy_(source)
+    check_shape(key, files.shape(key), tuple(target.shape), name)
+    target.copy_(files.tensor(key))
 
 
-def check_shape(key: str, source: torch.Tensor, expected: tuple[int, ...], name: str) -> None:
+def check_shape(key: str, shape: tuple[int, ...], expected: tuple[int, ...], name: str) -> None:
     """Raises InvalidArgumentError, reason WEIGHT_SHAPE_MISMATCH, for another shape."""
-    if tuple(source.shape) != expected:
+    if shape != expected:
         raise InvalidArgumentError(
-            f"Checkpoint key {key} has shape {list(source.shape)}, expected {list(expected)} for {name}",
+            f"Checkpoint key {key} has shape {list(shape)}, expected {list(expected)} for {name}",
             reason="WEIGHT_SHAPE_MISMATCH",
             metadata={"key": key},
         )

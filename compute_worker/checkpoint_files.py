@@ -21,6 +21,8 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "I64": torch.int64,
     "I32": torch.int32,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
 }
 
 
@@ -66,6 +68,14 @@ class CheckpointFiles:
     def keys(self) -> list[str]:
         """All keys."""
         return list(self._entries)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """That of one tensor."""
+        return self._entries[key].shape
+
+    def expert(self, key: str, expert: int) -> torch.Tensor:
+        """A view of one expert's part of a tensor [E, ...]."""
+        return self.tensor(key)[expert]
 
     def tensor(self, key: str) -> torch.Tensor:
         """A view of one tensor's pages; do not write to it.

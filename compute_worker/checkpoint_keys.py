@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightTransform, rename_source_key
 
+from compute_worker.text_model import TextOfMultimodal, text_transforms
 from epilora.errors import InvalidArgumentError
 
 _EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
@@ -37,13 +38,15 @@ class CheckpointPlan:
     """Keys by what they fill.
 
     Attributes:
-        dense: parameter name -> key.
+        dense: parameter name -> key, or keys of parts that lie one below the other in it.
         fused_experts: name of a 3D expert parameter -> key of a tensor that holds all experts.
+        transposed_experts: those of them whose matrices are the other way round in the file, unless the shape says not.
         expert_parts: (name of a 3D expert parameter, logical expert) -> its parts, in order.
     """
 
-    dense: dict[str, str] = field(default_factory=dict)
+    dense: dict[str, tuple[str, ...]] = field(default_factory=dict)
     fused_experts: dict[str, str] = field(default_factory=dict)
+    transposed_experts: set[str] = field(default_factory=set)
     expert_parts: dict[tuple[str, int], list[ExpertPart]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -61,7 +64,9 @@ def plan_checkpoint(
         InvalidArgumentError: a key that the model has no parameter for (UNEXPECTED_WEIGHT), or one that would have to
             be converted in a way not served (UNSUPPORTED_CHECKPOINT).
     """
-    transforms: list[WeightTransform] = get_model_conversion_mapping(model)
+    transforms: list[WeightTransform] = (
+        text_transforms(model) if isinstance(model, TextOfMultimodal) else get_model_conversion_mapping(model)
+    )
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     renamings = [transform for transform in transforms if not isinstance(transform, WeightConverter)]
     known: dict[str, torch.Tensor] = model.state_dict()
@@ -70,7 +75,7 @@ def plan_checkpoint(
         _NOT_TEXT,
         *(re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
     ]
-    plan = CheckpointPlan()
+    plan, joined = CheckpointPlan(), defaultdict[str, dict[int, str]](dict)
     for key in keys:
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, known)
         if name not in known:
@@ -83,6 +88,15 @@ def plan_checkpoint(
             )
         if pattern is not None:
             converter = next(converter for converter in converters if pattern in converter.source_patterns)
+            if name in expert_parameters and _transposes_experts(converter):
+                plan.fused_experts[name] = key
+                plan.transposed_experts.add(name)
+                continue
+            if name not in expert_parameters and _joins_rows(converter):
+                joined[name][converter.source_patterns.index(pattern)] = key
+                if len(joined[name]) == len(converter.source_patterns):
+                    plan.dense[name] = tuple(part for _, part in sorted(joined[name].items()))
+                continue
             number = _EXPERT_NUMBER.search(key)
             if number is None or name not in expert_parameters or not _stacks_experts(converter):
                 operations = " and ".join(type(operation).__name__ for operation in converter.operations)
@@ -97,10 +111,24 @@ def plan_checkpoint(
         elif name in expert_parameters:
             plan.fused_experts[name] = key
         else:
-            plan.dense[name] = key
+            plan.dense[name] = (key,)
     for parts in plan.expert_parts.values():
         parts.sort(key=lambda part: part.index)
     return plan
+
+
+def _joins_rows(converter: WeightConverter) -> bool:
+    """True if all that a conversion does is to put tensors one below the other."""
+    operations = converter.operations
+    return [type(operation).__name__ for operation in operations] == ["Concatenate"] and operations[0].dim == 0
+
+
+def _transposes_experts(converter: WeightConverter) -> bool:
+    """True if all that a conversion does is to swap the sides of each expert's matrix where its shape is swapped."""
+    operations = converter.operations
+    if [type(operation).__name__ for operation in operations] != ["Transpose"]:
+        return False
+    return {operations[0].dim0, operations[0].dim1} == {1, 2} and bool(operations[0].check_dims)
 
 
 def _stacks_experts(converter: WeightConverter) -> bool:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from worker_model_families import CONFIGS, family_config, write_multimodal
 from worker_model_support import Prompt, Rank, prompt_tokens, reference_logits, small_config, write_model
 
 from compute_worker.checkpoint import load_model
@@ -61,6 +63,38 @@ def test_fused_expert_keys(tmp_path: Path) -> None:
         edit[f"{path}.down_proj"] = torch.stack([tensors[f"{path}.{e}.down_proj.weight"] for e in range(7)])
     _edit(fused, edit)
     _check_logits(fused, tmp_path, reference=plain)
+
+
+def test_experts_stored_the_other_way_round(tmp_path: Path) -> None:
+    """Qwen3-VL-MoE as released; transformers 5 reads that, and writes what its own modules hold."""
+    whole = write_multimodal("qwen3_vl_moe", tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    keys = [key for key in tensors if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    assert {tuple(tensors[key].shape) for key in keys} == {(5, 40, 32), (5, 32, 20)}
+    with torch.no_grad():
+        expected = whole(input_ids=torch.tensor([PROMPT])).logits[0]
+    for swapped in (False, True):
+        if swapped:
+            _edit(tmp_path / "model", {key: tensors[key].transpose(1, 2).contiguous() for key in keys})
+        (logits,) = Rank(tmp_path / "model", work=tmp_path).prefill([Prompt(tokens=PROMPT)])
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "nemotron_h", "qwen3_next"])
+def test_dense_weights_have_the_types_and_values_of_transformers(tmp_path: Path, name: str) -> None:
+    """In bfloat16 some stay float32: a rounded router bias would choose other experts."""
+    model = write_model(family_config(name, CONFIGS[name]), tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    biases = {key: torch.randn(tensor.shape) for key, tensor in tensors.items() if key.endswith("correction_bias")}
+    _edit(model, dict(biases))
+    expected = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict()
+    got = Rank(model, work=tmp_path, dtype="bfloat16").runner._model.state_dict()
+    kinds = set()
+    for key, tensor in expected.items():
+        if ".experts." not in key:
+            torch.testing.assert_close(got[key].as_subclass(torch.Tensor), tensor, atol=0, rtol=0, msg=key)
+            kinds.add(tensor.dtype)
+    assert kinds == ({torch.bfloat16, torch.float32} if biases else {torch.bfloat16})
 
 
 @pytest.mark.parametrize(
