@@ -72,7 +72,13 @@ class GenerateStep:
             positions += range(chunk.start, stop)
             slots += [self._slot(sequence)] * chunk.length
             spans.append(
-                SequenceSpan(query_start=first, query_len=chunk.length, kv_len=stop, block_table=sequence.block_table)
+                SequenceSpan(
+                    query_start=first,
+                    query_len=chunk.length,
+                    kv_len=stop,
+                    block_table=sequence.block_table,
+                    place=sequence.place,
+                )
             )
             wanted = self._wanted_rows(chunk, first)
             rows_of[id(chunk)] = range(len(logits_rows), len(logits_rows) + len(wanted))

@@ -19,9 +19,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from compute_worker.experts_modules import experts_modules, shape_of
+from compute_worker.recurrent import recurrent_modules, state_of
+from compute_worker.text_model import is_multimodal_without_language_model, text_model
 from epilora.errors import EpiloraError, InvalidArgumentError
 from epilora.families import SIZED_FAMILIES, family_of
-from epilora.model_spec import DenseModuleSpec, ModelDescription, ModelSpec, MoELayerSpec
+from epilora.model_spec import DenseModuleSpec, ModelDescription, ModelSpec, MoELayerSpec, RecurrentLayerSpec
 
 _LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Experts chosen a token, over the families' configs.
@@ -70,19 +72,21 @@ def describe_model(path: Path) -> ModelDescription:
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
         dense_modules=_dense_modules(model, moe_layers),
+        recurrent_layers=_recurrent_layers(model),
     )
 
 
 def build_without_memory(path: Path, **options: Any) -> PreTrainedModel:
-    """transformers' causal language model of a checkpoint, on the meta device.
+    """transformers' causal language model of a checkpoint, or of its text part, on the meta device.
 
     Raises:
         InvalidArgumentError: reason UNKNOWN_MODEL_FAMILY; transformers has no such causal language model.
     """
     try:
         config = AutoConfig.from_pretrained(path)
+        build = text_model if is_multimodal_without_language_model(config) else AutoModelForCausalLM.from_config
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
+            model: PreTrainedModel = build(config, **options)
     except ValueError as error:
         raise InvalidArgumentError(
             f"{path}: transformers cannot build a causal language model of it: {str(error).splitlines()[0]}",
@@ -156,6 +160,23 @@ def _dense_modules(model: PreTrainedModel, moe_layers: tuple[MoELayerSpec, ...])
             DenseModuleSpec(module=family.lm_head_path, in_features=head.in_features, out_features=head.out_features)
         )
     return tuple(found)
+
+
+def _recurrent_layers(model: PreTrainedModel) -> tuple[RecurrentLayerSpec, ...]:
+    """Sizes of the states that the model's own code makes of one token."""
+    hidden_size = model.config.get_text_config().hidden_size
+    found = []
+    for recurrent in recurrent_modules(model):
+        token = torch.empty((1, 1, hidden_size), dtype=model.dtype, device="meta")
+        shape, _ = state_of(recurrent.layer, recurrent.run, token)
+        found.append(
+            RecurrentLayerSpec(
+                layer=recurrent.layer,
+                conv_elements=0 if shape.conv is None else torch.Size(shape.conv).numel(),
+                recurrent_bytes=shape.recurrent_bytes,
+            )
+        )
+    return tuple(sorted(found, key=lambda layer: layer.layer))
 
 
 def main() -> None:

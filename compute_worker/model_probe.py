@@ -12,14 +12,25 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from compute_worker.dense_lora import DenseLora
 from compute_worker.paged_attention import AttentionForward, KVShape, LayerAttention, LayerInput, Visible
+from compute_worker.query_scale import QueryScales
+from compute_worker.recurrent import attach_recurrent, recurrent_modules
+from compute_worker.recurrent_probe import RecurrentProbe
+from compute_worker.state_cache import StateShape
 from epilora.errors import InvalidArgumentError
 from epilora.model_spec import DenseModuleSpec, ModelSpec
 
-# Arguments of attention that have no effect on one packed step without a mask.
+# Arguments of attention and recurrent layers that have no effect on one packed step without a mask.
 _WITHOUT_EFFECT = frozenset(
     {
         "position_ids",
@@ -39,6 +50,12 @@ _WITHOUT_EFFECT = frozenset(
 )
 
 _WITHOUT_STATE = ("moe", "mlp")
+_ATTENTION_CACHES = (DynamicLayer, DynamicSlidingWindowLayer)
+_STATE_CACHES = (
+    LinearAttentionLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,10 +64,12 @@ class ModelProbe:
 
     Attributes:
         kv_shapes: attention layer -> what one position takes.
+        state_shapes: recurrent layer -> what one sequence takes.
         dense_modules: those of the spec whose pairs take effect.
     """
 
     kv_shapes: Mapping[int, KVShape]
+    state_shapes: Mapping[int, StateShape]
     dense_modules: tuple[DenseModuleSpec, ...]
 
 
@@ -85,7 +104,7 @@ class _AttentionProbe:
         return given.q.new_zeros((1, num_tokens, num_heads, given.v.shape[3]))
 
 
-def probe_model(model: PreTrainedModel, spec: ModelSpec, lora: DenseLora) -> ModelProbe:
+def probe_model(model: PreTrainedModel, spec: ModelSpec, lora: DenseLora, scales: QueryScales) -> ModelProbe:
     """Runs the trial step. DenseLora must be attached; attention and experts are attached anew afterwards.
 
     Raises:
@@ -93,7 +112,9 @@ def probe_model(model: PreTrainedModel, spec: ModelSpec, lora: DenseLora) -> Mod
     """
     _check_states(model)
     attention, experts = _AttentionProbe(), {layer.module: _ExpertsProbe() for layer in spec.moe_layers}
-    attach_attention(model, attention.forward)
+    recurrent = RecurrentProbe()
+    attach_attention(model, attention.forward, scales)
+    attach_recurrent(model, recurrent.forward, others=recurrent.others)
     for path, probe in experts.items():
         model.get_submodule(path).epilora_layer = probe
     device = next(model.parameters()).device
@@ -103,6 +124,7 @@ def probe_model(model: PreTrainedModel, spec: ModelSpec, lora: DenseLora) -> Mod
     seen, lora.seen = lora.seen, None
     if attention.unknown:
         raise _unsupported(f"its attention has the options {', '.join(sorted(attention.unknown))}")
+    _check_recurrent(model, recurrent)
     wanted = [(1, spec.num_experts_per_token, 1, spec.num_experts_per_token)]
     for path, probe in experts.items():
         if probe.calls != wanted:
@@ -113,15 +135,17 @@ def probe_model(model: PreTrainedModel, spec: ModelSpec, lora: DenseLora) -> Mod
         raise _unsupported("no layer attends through transformers' attention interface")
     return ModelProbe(
         kv_shapes=dict(sorted(attention.shapes.items())),
+        state_shapes=dict(sorted(recurrent.shapes.items())),
         dense_modules=tuple(module for module in spec.dense_modules if module.module in seen),
     )
 
 
-def attach_attention(model: PreTrainedModel, forward: AttentionForward) -> None:
+def attach_attention(model: PreTrainedModel, forward: AttentionForward, scales: QueryScales) -> None:
     """Gives each attention module its LayerAttention.
 
     Args:
         forward: see LayerAttention.
+        scales: of the model's queries.
     """
     config = model.config.get_text_config()
     layer_types = getattr(config, "layer_types", None) or []
@@ -133,26 +157,44 @@ def attach_attention(model: PreTrainedModel, forward: AttentionForward) -> None:
         layer = getattr(module, "layer_idx", None)
         if isinstance(layer, int) and (hasattr(module, "is_causal") or hasattr(module, "scaling")):
             kind = layer_types[layer] if layer < len(layer_types) else ""
-            module.epilora_attention = LayerAttention(layer=layer, visible=limits.get(kind, Visible()), forward=forward)
+            module.epilora_attention = LayerAttention(
+                layer=layer, visible=limits.get(kind, Visible()), forward=scales.scaled(module, forward)
+            )
 
 
 def _check_states(model: PreTrainedModel) -> None:
-    """Only keys and values are carried from step to step."""
+    """Keys and values are carried from step to step, and the states of the layers that recurrent_modules finds."""
+    recurrent = {found.path: found.layer for found in recurrent_modules(model)}
     layers = DynamicCache(config=model.config).layers
     names = getattr(model.config.get_text_config(), "layer_types", None) or [""] * len(layers)
-    kinds = {
-        type(layer).__name__
-        for layer, name in zip(layers, names, strict=False)
+    kinds = set()
+    for number, (layer, name) in enumerate(zip(layers, names, strict=False)):
+        has_state = number in recurrent.values() and type(layer) in _STATE_CACHES
+        one_state = not has_state or getattr(layer, "number_of_states", 1) == 1
         # Layers that are nothing but an MLP are listed, too.
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) and name not in _WITHOUT_STATE
+        if not (has_state and one_state) and type(layer) not in _ATTENTION_CACHES and name not in _WITHOUT_STATE:
+            kinds.add(type(layer).__name__)
+    convolutions = {
+        type(module).__name__
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Conv1d) and path.rpartition(".")[0] not in recurrent
     }
-    convolutions = sorted({type(m).__name__ for m in model.modules() if isinstance(m, nn.Conv1d)})
     if kinds or convolutions:
-        what = ", ".join(sorted(kinds) or convolutions)
+        what = ", ".join(sorted(kinds) or sorted(convolutions))
         raise _unsupported(
-            f"some layers keep another state than keys and values ({what}: linear attention, a state-space model or a"
-            " convolution), which is not carried from step to step"
+            f"some layers keep another state than keys and values, or one convolution and one recurrent state ({what}),"
+            " which is not carried from step to step"
         )
+
+
+def _check_recurrent(model: PreTrainedModel, probe: RecurrentProbe) -> None:
+    expected = sorted(found.layer for found in recurrent_modules(model))
+    if sorted(probe.shapes) != expected:
+        raise _unsupported(f"the recurrent layers {sorted(probe.shapes)} ran, expected {expected}, each once")
+    if unread := sorted(probe.unread):
+        raise _unsupported(f"the recurrent layers {unread} do not go on from the state that they are given")
+    if unknown := sorted(probe.unknown - _WITHOUT_EFFECT):
+        raise _unsupported(f"its recurrent layers have the options {', '.join(unknown)}")
 
 
 def _unsupported(why: str) -> InvalidArgumentError:

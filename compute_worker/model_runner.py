@@ -22,11 +22,14 @@ from compute_worker.model_probe import attach_attention, probe_model
 from compute_worker.paged_attention import PagedAttention, SequenceSpan, prepare_step
 from compute_worker.placement_move import Placed, PlacementMover
 from compute_worker.process_memory import anonymous_bytes
+from compute_worker.query_scale import QueryScales
+from compute_worker.recurrent import RecurrentLayers, attach_recurrent, prepare_parts
 from compute_worker.runner_parts import (
     attach_expert_layers,
     make_backend,
     make_dispatcher,
     make_kv_cache,
+    make_state_cache,
     max_adapter_bytes,
     rank_multiple_of,
     register_functions,
@@ -71,6 +74,7 @@ class MemoryReport:
     base_expert_bytes: int
     base_dense_bytes: int
     kv_cache_bytes: int
+    state_cache_bytes: int
     adapter_bytes: int
     process_anon_bytes: int
     base_expert_growth_bytes: int
@@ -87,6 +91,7 @@ class ModelRunner:
     Attributes:
         num_kv_blocks: blocks of the key/value cache.
         kv_block_size: positions of a block.
+        max_num_sequences: sequences that may run at once.
         vocab_size: V.
         dtype: of the weights.
         dense_modules: modules outside the routed experts whose pairs take effect.
@@ -120,7 +125,8 @@ class ModelRunner:
         self._dense_lora = DenseLora(logits_module=family.lm_head_path)
         self._dense_lora.attach(self._model, [spec.module for spec in model.dense_modules])
         with torch.inference_mode():
-            probe = probe_model(self._model, model, self._dense_lora)
+            scales = QueryScales(self._model)
+            probe = probe_model(self._model, model, self._dense_lora, scales)
         self.dense_modules = probe.dense_modules
         self._current = CurrentStep()
         backend = make_backend(settings, group.device)
@@ -153,12 +159,16 @@ class ModelRunner:
             pool=self.pool,
             device=group.device,
         )
+        states = make_state_cache(settings, probe.state_shapes, device=group.device, adapter_bytes=adapter_bytes)
+        self.max_num_sequences = states.num_places
+        self._recurrent = RecurrentLayers(states, self._dense_lora)
+        attach_recurrent(self._model, self._recurrent.forward)
         cache = make_kv_cache(
             settings, probe.kv_shapes, dtype=self.dtype, device=group.device, adapter_bytes=adapter_bytes
         )
         self.num_kv_blocks = cache.num_blocks
         self._attention = PagedAttention(cache)
-        attach_attention(self._model, self._attention.forward)
+        attach_attention(self._model, self._attention.forward, scales)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch | None, num_tokens_per_rank: Sequence[int]) -> torch.Tensor | None:
@@ -180,6 +190,8 @@ class ModelRunner:
         with self._step(batch.adapter_slots, num_tokens_per_rank) as context:
             self._dense_lora.logits_adapters = context.dense_tokens(batch.logits_rows)
             self._attention.step = prepare_step(self._attention.cache, batch.sequences, num_tokens)
+            if self._recurrent.cache.shapes:
+                self._recurrent.parts = prepare_parts(batch.sequences, context.dense_tokens, self._device)
             output = self._model(
                 input_ids=self._tensor([batch.token_ids]),
                 position_ids=self._tensor([batch.positions]),
@@ -277,6 +289,7 @@ class ModelRunner:
             base_expert_bytes=self.mover.num_bytes(),
             base_dense_bytes=self._loaded.base_dense_bytes,
             kv_cache_bytes=self._attention.cache.num_bytes(),
+            state_cache_bytes=self._recurrent.cache.num_bytes(),
             adapter_bytes=self.pool.num_bytes(),
             process_anon_bytes=anonymous_bytes(),
             base_expert_growth_bytes=self._loaded.base_expert_growth_bytes,
@@ -302,6 +315,7 @@ class ModelRunner:
             self._current.context = None
             self._dense_lora.adapters = self._dense_lora.logits_adapters = ()
             self._attention.step = None
+            self._recurrent.parts = ()
 
     def _join_empty(self, layer: int) -> None:
         """Joins one MoE layer's collectives without tokens."""

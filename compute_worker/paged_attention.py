@@ -30,12 +30,14 @@ class SequenceSpan:
         query_len: its new tokens, at least 1.
         kv_len: its positions after this step, new tokens included.
         block_table: its cache blocks, in order; they hold kv_len positions at least.
+        place: its own among the running sequences of this rank, from 0; the states of recurrent layers are kept there.
     """
 
     query_start: int
     query_len: int
     kv_len: int
     block_table: tuple[int, ...]
+    place: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

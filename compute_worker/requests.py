@@ -112,6 +112,8 @@ class Sequence:
     num_computed: int = 0
     """Tokens whose keys and values are in the cache."""
     block_table: tuple[int, ...] = ()
+    place: int = -1
+    """Among the running sequences of its rank; -1 while it waits."""
     cancelled: bool = False
     order: int = field(default_factory=lambda: next(_order))
 

@@ -25,6 +25,7 @@ from compute_worker.experts_grouped import RANK_MULTIPLE, GroupedBackend
 from compute_worker.experts_loop import LoopBackend
 from compute_worker.experts_modules import ExpertsTraits, gated_by_silu
 from compute_worker.paged_attention import KVCache, KVShape, paged_attention
+from compute_worker.state_cache import StateCache, StateShape
 from compute_worker.step_context import CurrentStep
 from epilora.errors import InvalidArgumentError
 from epilora.model_spec import ModelSpec
@@ -33,8 +34,10 @@ from epilora.settings import WorkerSettings
 
 _CPU_ADAPTER_BYTES = 4 << 30
 _CPU_KV_CACHE_BYTES = 256 << 20
+_CPU_STATE_CACHE_BYTES = 256 << 20
 _GPU_ADAPTER_SHARE = 8
 _GPU_KV_CACHE_FRACTION = 0.7
+_GPU_STATE_CACHE_FRACTION = 0.35
 
 _log = structlog.get_logger()
 
@@ -119,6 +122,46 @@ def max_adapter_bytes(settings: WorkerSettings, device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1] // _GPU_ADAPTER_SHARE
     return _CPU_ADAPTER_BYTES
+
+
+def make_state_cache(
+    settings: WorkerSettings, shapes: Mapping[int, StateShape], *, device: torch.device, adapter_bytes: int
+) -> StateCache:
+    """Room for the states of as many sequences as may run at once; call it when the weights are there.
+
+    Args:
+        shapes: by recurrent layer; without any, no memory is needed.
+        adapter_bytes: kept free for adapters (GPU, when the settings leave the size open).
+
+    Raises:
+        InvalidArgumentError: not room for one sequence.
+    """
+    place_bytes = StateCache.place_bytes(shapes)
+    num_places = settings.max_num_sequences
+    if place_bytes:
+        available = settings.state_cache_bytes
+        if available == 0 and device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            available = int((free - adapter_bytes) * _GPU_STATE_CACHE_FRACTION)
+        elif available == 0:
+            available = _CPU_STATE_CACHE_BYTES
+        num_places = min(num_places, available // place_bytes)
+        if num_places < 1:
+            raise InvalidArgumentError(
+                f"{available} bytes are left for the states of recurrent layers on {device}, but those of one sequence"
+                f" take {place_bytes}; lower EPILORA_MAX_ADAPTER_BYTES, or raise EPILORA_STATE_CACHE_BYTES",
+                reason="STATE_CACHE_TOO_SMALL",
+                metadata={"available_bytes": available, "sequence_bytes": place_bytes},
+            )
+        if num_places < settings.max_num_sequences:
+            _log.warning(
+                "fewer sequences run at once than EPILORA_MAX_NUM_SEQUENCES allows: their states need the room",
+                max_num_sequences=num_places,
+                wanted=settings.max_num_sequences,
+                sequence_bytes=place_bytes,
+                available_bytes=available,
+            )
+    return StateCache(shapes=shapes, num_places=num_places, device=device)
 
 
 def make_kv_cache(

@@ -2,7 +2,8 @@
 
 First come, first served. Each running sequence that is past its prompt gets its one token;
 what is left of the token budget goes to prompts, in chunks. Waiting sequences are admitted while
-there is a place and all the key/value blocks they can ever need are free.
+there is a place and all the key/value blocks they can ever need are free. A running sequence keeps
+its place to the end: recurrent layers keep its state there.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Scheduler:
         self._is_staged = is_staged
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
+        self._places = list(range(max_num_sequences - 1, -1, -1))
 
     @property
     def num_running(self) -> int:
@@ -127,12 +129,16 @@ class Scheduler:
                 self._waiting.appendleft(sequence)
                 break
             sequence.block_table = block_table
+            sequence.place = self._places.pop()
             self._running.append(sequence)
         self._waiting.extendleft(reversed(held_back))
 
     def _release(self, sequence: Sequence) -> None:
         self._blocks.release(sequence.block_table)
         sequence.block_table = ()
+        if sequence.place >= 0:
+            self._places.append(sequence.place)
+            sequence.place = -1
 
 
 def _not_resident(sequence: Sequence) -> FailedPreconditionError:

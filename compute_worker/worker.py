@@ -61,7 +61,7 @@ class Worker:
         )
         scheduler = Scheduler(
             blocks=KVBlockPool(num_blocks=runner.num_kv_blocks, block_size=runner.kv_block_size),
-            max_num_sequences=settings.max_num_sequences,
+            max_num_sequences=runner.max_num_sequences,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             slot_of=control.slot_of,
             is_staged=runner.pool.is_staged,
@@ -140,6 +140,7 @@ class Worker:
             base_expert_bytes=report.base_expert_bytes,
             base_dense_bytes=report.base_dense_bytes,
             kv_cache_bytes=report.kv_cache_bytes,
+            state_cache_bytes=report.state_cache_bytes,
             adapter_bytes=report.adapter_bytes,
             process_anon_bytes=report.process_anon_bytes,
             base_expert_growth_bytes=report.base_expert_growth_bytes,

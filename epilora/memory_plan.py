@@ -18,7 +18,7 @@ from epilora.adapters.peft_config import parse_peft_config
 from epilora.adapters.resolve import resolve_adapter
 from epilora.adapters.safetensors_header import parse_header, read_header_bytes
 from epilora.errors import InvalidArgumentError, NotFoundError
-from epilora.families import GateUpLayout, sized_family_of
+from epilora.families import GateUpLayout, ModelFamily, family_of
 from epilora.model_spec import ModelSpec, MoELayerSpec
 from epilora.placement import ExpertPlacement
 
@@ -45,17 +45,24 @@ class RankPlan:
     """Physical experts of all layers."""
     base_expert_bytes: int
     base_dense_bytes: int
+    state_bytes: int
+    """States of recurrent layers, of all sequences that run at once."""
     adapters: tuple[AdapterBytes, ...]
 
     @property
     def total_bytes(self) -> int:
-        """Of weights and adapters."""
+        """Of weights, states and adapters."""
         adapters = sum(adapter.expert_bytes + adapter.dense_bytes for adapter in self.adapters)
-        return self.base_expert_bytes + self.base_dense_bytes + adapters
+        return self.base_expert_bytes + self.base_dense_bytes + self.state_bytes + adapters
 
 
 def plan_memory(
-    model: ModelSpec, placement: ExpertPlacement, adapters: Mapping[str, NormalForm], *, element_bytes: int
+    model: ModelSpec,
+    placement: ExpertPlacement,
+    adapters: Mapping[str, NormalForm],
+    *,
+    element_bytes: int,
+    num_sequences: int,
 ) -> tuple[RankPlan, ...]:
     """What every rank will hold.
 
@@ -65,7 +72,11 @@ def plan_memory(
         adapters: by name; their matrices take the model's element type. Backends that compute grouped products make
             the lora ranks of a projection equal, so adapters of mixed ranks take more there.
         element_bytes: of a weight, see ELEMENT_BYTES.
+        num_sequences: that run at once on each rank.
     """
+    sequence_bytes = sum(
+        layer.conv_elements * element_bytes + layer.recurrent_bytes for layer in model.recurrent_layers
+    )
     dense_bytes = dense_elements(model) * element_bytes
     plans = []
     for ep_rank in range(placement.num_ranks):
@@ -77,6 +88,7 @@ def plan_memory(
                 num_experts=sum(map(len, local.values())),
                 base_expert_bytes=elements * element_bytes,
                 base_dense_bytes=dense_bytes,
+                state_bytes=num_sequences * sequence_bytes,
                 adapters=tuple(_adapter_bytes(name, form, local, element_bytes) for name, form in adapters.items()),
             )
         )
@@ -100,7 +112,7 @@ def dense_elements(model: ModelSpec) -> int:
     """
     directory = Path(model.name)
     tied = bool(json.loads((directory / "config.json").read_bytes()).get("tie_word_embeddings"))
-    lm_head = sized_family_of(model.model_type).lm_head_path
+    lm_head = _family_of(model).lm_head_path
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         return sum(d.in_features * d.out_features for d in model.dense_modules if not (tied and d.module == lm_head))
@@ -152,8 +164,12 @@ def read_adapter(directory: Path, model: ModelSpec, *, max_lora_rank: int) -> No
     with weights.open("rb") as stream:
         header_bytes = read_header_bytes(stream.fileno(), where=str(weights), max_header_bytes=_MAX_HEADER_BYTES)
     header = parse_header(header_bytes, file_bytes=os.path.getsize(weights), where=str(weights))
-    target = AdapterTarget.make(sized_family_of(model.model_type), model.moe_layers, model.dense_modules)
+    target = AdapterTarget.make(_family_of(model), model.moe_layers, model.dense_modules)
     return resolve_adapter(header, parse_peft_config(config.read_bytes()), target, max_lora_rank=max_lora_rank)
+
+
+def _family_of(model: ModelSpec) -> ModelFamily:
+    return family_of(model.model_type, model.moe_layers[0].gate_up_layout)
 
 
 def _adapter_bytes(

@@ -15,7 +15,15 @@ from epilora.errors import InvalidArgumentError, NotFoundError
 from epilora.families import FAMILIES, GateUpLayout, ModelFamily, Size, Where, sized_family_of
 from epilora.model_digest import digest_of_model
 
-__all__ = ["FAMILIES", "DenseModuleSpec", "GateUpLayout", "MoELayerSpec", "ModelDescription", "ModelSpec"]
+__all__ = [
+    "FAMILIES",
+    "DenseModuleSpec",
+    "GateUpLayout",
+    "MoELayerSpec",
+    "ModelDescription",
+    "ModelSpec",
+    "RecurrentLayerSpec",
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +56,18 @@ class DenseModuleSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RecurrentLayerSpec:
+    """What a layer that keeps a state of fixed size takes for one sequence."""
+
+    layer: int
+    """Decoder layer, from 0."""
+    conv_elements: int
+    """Last inputs of its convolution, in the model's dtype."""
+    recurrent_bytes: int
+    """Its recurrent state, in a dtype of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelDescription:
     """What a model's module tree says of it; the fields are those of ModelSpec."""
 
@@ -58,6 +78,7 @@ class ModelDescription:
     vocab_size: int
     max_position_embeddings: int
     dense_modules: tuple[DenseModuleSpec, ...]
+    recurrent_layers: tuple[RecurrentLayerSpec, ...]
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> ModelDescription:
@@ -67,7 +88,8 @@ class ModelDescription:
             for layer in values["moe_layers"]
         )
         dense = tuple(DenseModuleSpec(**module) for module in values["dense_modules"])
-        return cls(**{**values, "moe_layers": layers, "dense_modules": dense})
+        recurrent = tuple(RecurrentLayerSpec(**layer) for layer in values["recurrent_layers"])
+        return cls(**{**values, "moe_layers": layers, "dense_modules": dense, "recurrent_layers": recurrent})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +113,8 @@ class ModelSpec:
     """In order of layer, then of the family's table; last the embedding and lm_head."""
     eos_token_ids: tuple[int, ...]
     has_tokenizer: bool
+    recurrent_layers: tuple[RecurrentLayerSpec, ...] = ()
+    """In order of layer."""
 
     @classmethod
     def from_directory(cls, path: Path) -> ModelSpec:
@@ -158,6 +182,7 @@ class ModelSpec:
             vocab_size=description.vocab_size,
             max_position_embeddings=description.max_position_embeddings,
             dense_modules=description.dense_modules,
+            recurrent_layers=description.recurrent_layers,
             eos_token_ids=_eos_token_ids(path, config),
             has_tokenizer=_has_tokenizer(path),
         )
@@ -267,7 +292,8 @@ def _eos_token_ids(path: Path, config: _Config) -> tuple[int, ...]:
     """generation_config.json's where it has them, else config.json's: what transformers' generate ends at."""
     generation_file = path / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.is_file() else {}
-    for values in (generation, config.values):
+    text = config.values.get("text_config")
+    for values in (generation, config.values, text if isinstance(text, dict) else {}):
         ids = values.get("eos_token_id")
         if ids is not None:
             listed = ids if isinstance(ids, list) else [ids]

@@ -86,6 +86,9 @@ class WorkerSettings(CommonSettings):
     """Element type of adapters in memory: the model's, or that of the adapter's file (twice the bytes for float32)."""
     kv_cache_bytes: int = Field(default=0, ge=0)
     """Bytes of the key/value cache; 0: 70 % of what is free after loading (GPU), or 256 MiB (CPU)."""
+    state_cache_bytes: int = Field(default=0, ge=0)
+    """Bytes that the states of recurrent layers may take; they limit the requests that are generated at once.
+    0: 35 % of what is free after loading (GPU), or 256 MiB (CPU)."""
     kv_block_size: int = Field(default=16, ge=1)
     """Positions in a block of the key/value cache."""
     max_sequence_length: int = Field(default=0, ge=0)

@@ -44,6 +44,9 @@ def plan(
         typer.Option("--adapter", "--adapters", metavar="[NAME=]DIR", help="Count this one in; may be repeated."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    sequences: Annotated[
+        int, typer.Option(min=1, help="Requests generated at once on a rank: those of recurrent layers have states.")
+    ] = 64,
     max_lora_rank: Annotated[int, typer.Option(min=1, help="Largest lora_rank accepted.")] = 512,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -64,7 +67,7 @@ def plan(
             name, separator, directory = text.rpartition("=")
             path = Path(directory.removeprefix("file://"))
             forms[name if separator else path.name] = read_adapter(path, spec, max_lora_rank=max_lora_rank)
-        plans = plan_memory(spec, placed, forms, element_bytes=element_bytes_of(spec, dtype))
+        plans = plan_memory(spec, placed, forms, element_bytes=element_bytes_of(spec, dtype), num_sequences=sequences)
     except EpiloraError as error:
         raise fail(error) from None
     if save:
@@ -117,9 +120,10 @@ def _balance(address: str, model: ModelSpec, num_ranks: int, num_redundant: int)
 def _table(model: ModelSpec, placement: ExpertPlacement, plans: tuple[RankPlan, ...]) -> Table:
     first = model.moe_layers[0].layer
     names = [adapter.name for adapter in plans[0].adapters]
-    table = Table("rank", f"experts of layer {first}", "expert weights", "other weights", *names, "total")
+    states = ["states"] if model.recurrent_layers else []
+    table = Table("rank", f"experts of layer {first}", "expert weights", "other weights", *states, *names, "total")
     for rank in plans:
-        sizes = [rank.base_expert_bytes, rank.base_dense_bytes]
+        sizes = [rank.base_expert_bytes, rank.base_dense_bytes, *[rank.state_bytes][: len(states)]]
         sizes += [adapter.expert_bytes + adapter.dense_bytes for adapter in rank.adapters]
         experts = ranges(placement.local_experts(first, rank.ep_rank))
         table.add_row(str(rank.ep_rank), experts, *map(format_bytes, [*sizes, rank.total_bytes]))

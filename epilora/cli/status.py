@@ -77,8 +77,11 @@ def _rank_table(group: cluster_service_pb2.Group) -> Table:
 
 
 def _memory_table(ranks: list[cluster_service_pb2.RankMemory]) -> Table:
-    table = Table("rank", "experts", "other weights", "kv cache", "adapters", "resident adapters")
+    with_states = any(rank.state_cache_bytes for rank in ranks)
+    states = ["states"] if with_states else []
+    table = Table("rank", "experts", "other weights", "kv cache", *states, "adapters", "resident adapters")
     for rank in ranks:
-        sizes = (rank.base_expert_bytes, rank.base_dense_bytes, rank.kv_cache_bytes, rank.adapter_bytes)
+        sizes = [rank.base_expert_bytes, rank.base_dense_bytes, rank.kv_cache_bytes]
+        sizes += [rank.state_cache_bytes] * with_states + [rank.adapter_bytes]
         table.add_row(str(rank.ep_rank), *map(format_bytes, sizes), str(len(rank.adapters)))
     return table

@@ -55,6 +55,7 @@ def _described(path: Path, model_type: str, layout: GateUpLayout, module: str = 
         vocab_size=64,
         max_position_embeddings=64,
         dense_modules=(dense,),
+        recurrent_layers=(),
     )
     return ModelSpec.from_description(write_model(path, model_type=model_type), description)
 

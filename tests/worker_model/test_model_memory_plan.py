@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from worker_model_families import CONFIGS, family_config
 from worker_model_support import FIXTURES, Rank, fixture_adapter, small_config, write_model, write_slice
 
+from compute_worker.model_description import describe_model
 from epilora.cli.app import app
 from epilora.cli.plan import ranges
 from epilora.memory_plan import plan_memory, read_adapter
-from epilora.model_spec import ModelSpec
+from epilora.model_spec import ModelDescription, ModelSpec
 from epilora.placement import ExpertPlacement
 
 ADAPTERS = ("qwen3moe-T-both", "mixtral-T-rslora_pattern", "qwen2moe-T-attn_only")
@@ -37,6 +40,20 @@ def test_weights_are_those_of_a_worker(tmp_path: Path, family: str, tied: bool) 
     assert 0 <= report.base_dense_bytes - plan["base_dense_bytes"] < TABLE_BYTES
 
 
+def test_states_of_recurrent_layers_are_those_of_a_worker(tmp_path: Path) -> None:
+    model = write_model(family_config("nemotron_h", CONFIGS["nemotron_h"]), tmp_path / "model")
+    rank = Rank(model, work=tmp_path, max_num_sequences=3, dtype="bfloat16")
+    report = rank.runner.memory()
+    # Read as a command reads it from the process that has transformers.
+    read = ModelDescription.from_json(json.loads(json.dumps(dataclasses.asdict(describe_model(model)))))
+    spec = ModelSpec.from_description(model, read)
+    (plan,) = plan_memory(spec, ExpertPlacement.make("linear", spec, 1), {}, element_bytes=2, num_sequences=3)
+    assert plan.state_bytes == report.state_cache_bytes > 0
+    assert plan.base_expert_bytes == report.base_expert_bytes
+    assert 0 <= report.base_dense_bytes - plan.base_dense_bytes < TABLE_BYTES
+    assert plan.total_bytes == plan.base_expert_bytes + plan.base_dense_bytes + plan.state_bytes
+
+
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_adapters_are_those_of_a_worker(tmp_path: Path, name: str) -> None:
     model, adapter = (
@@ -56,12 +73,14 @@ def test_adapters_are_those_of_a_worker(tmp_path: Path, name: str) -> None:
 def test_ranks_share_the_experts_and_repeat_the_rest(tmp_path: Path) -> None:
     spec = ModelSpec.from_directory(FIXTURES / "models" / "qwen3moe-T")
     form = read_adapter(FIXTURES / "adapters" / "peft-0.21.2" / "qwen3moe-T-both", spec, max_lora_rank=512)
-    (one,) = plan_memory(spec, ExpertPlacement.make("linear", spec, 1), {"a": form}, element_bytes=2)
+    (one,) = plan_memory(spec, ExpertPlacement.make("linear", spec, 1), {"a": form}, element_bytes=2, num_sequences=1)
     num_experts = spec.moe_layers[0].num_experts
     table = tmp_path / "placement.json"
     table.write_text(json.dumps({"all_layers": [[*range(num_experts)], [0], []]}))
     for placement, copies in (("linear", 0), ("round_robin", 0), (str(table), len(spec.moe_layers))):
-        ranks = plan_memory(spec, ExpertPlacement.make(placement, spec, 3), {"a": form}, element_bytes=2)
+        ranks = plan_memory(
+            spec, ExpertPlacement.make(placement, spec, 3), {"a": form}, element_bytes=2, num_sequences=1
+        )
         assert sum(rank.num_experts for rank in ranks) == one.num_experts + copies
         expert_bytes = one.base_expert_bytes // one.num_experts
         assert [rank.base_expert_bytes for rank in ranks] == [rank.num_experts * expert_bytes for rank in ranks]

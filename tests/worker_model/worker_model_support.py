@@ -284,6 +284,7 @@ class Rank:
         self.load_spec = MoEEPLoadSpec.make(self.spec, self.placement, self.group.ep_rank)
         self.runner = ModelRunner(self.settings, self.spec, self.placement, self.group)
         self._next_block = 1
+        self._place_of: dict[tuple[int, ...], int] = {}
         for slot, adapter in enumerate(adapters):
             self.add_adapter(adapter, slot=slot, work=work)
 
@@ -302,8 +303,9 @@ class Rank:
         )
 
     def forget_blocks(self) -> None:
-        """Gives all cache blocks back."""
+        """Gives all cache blocks and places back."""
         self._next_block = 1
+        self._place_of.clear()
 
     def blocks(self, num_positions: int) -> tuple[int, ...]:
         """Blocks for one more sequence, out of order."""
@@ -325,7 +327,9 @@ class Rank:
 
     def step(self, chunks: Sequence[Chunk], num_tokens_per_rank: Sequence[int] | None = None) -> list[torch.Tensor]:
         """Logits [stop - start, V] of each chunk."""
-        batch = make_batch(chunks)
+        for chunk in chunks:
+            self._place_of.setdefault(chunk.blocks, len(self._place_of))
+        batch = make_batch(chunks, self._place_of)
         logits = self.runner.forward(batch, num_tokens_per_rank or [len(batch.token_ids) if batch else 0])
         if logits is None:
             return []
@@ -342,8 +346,8 @@ class Chunk:
     blocks: tuple[int, ...]
 
 
-def make_batch(chunks: Sequence[Chunk]) -> StepBatch | None:
-    """One step; None without chunks."""
+def make_batch(chunks: Sequence[Chunk], place_of: Mapping[tuple[int, ...], int]) -> StepBatch | None:
+    """One step; None without chunks. A sequence's place goes by its blocks."""
     if not chunks:
         return None
     tokens: list[int] = []
@@ -353,7 +357,13 @@ def make_batch(chunks: Sequence[Chunk]) -> StepBatch | None:
     for chunk in chunks:
         length = chunk.stop - chunk.start
         spans.append(
-            SequenceSpan(query_start=len(tokens), query_len=length, kv_len=chunk.stop, block_table=chunk.blocks)
+            SequenceSpan(
+                query_start=len(tokens),
+                query_len=length,
+                kv_len=chunk.stop,
+                block_table=chunk.blocks,
+                place=place_of[chunk.blocks],
+            )
         )
         tokens += chunk.prompt.tokens[chunk.start : chunk.stop]
         positions += range(chunk.start, chunk.stop)

@@ -12,7 +12,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent.parent)]
 
 import torch
-from worker_model_families import CONFIGS, RECURRENT, family_config
+from worker_model_families import CONFIGS, family_config
 from worker_model_layouts import exact_logits, layout_logits
 from worker_model_support import Rank, prompt_tokens, write_model
 
@@ -45,11 +45,7 @@ def layout_table(work: Path) -> str:
         "| --- |" + " --- |" * len(_LAYOUTS),
     ]
     for name, options in {**_OTHERS, **CONFIGS}.items():
-        note = " (no recurrent layers)" if name in RECURRENT else ""
-        rows.append(f"| `{name}`{note} | " + " | ".join(_cells(name, options, work / name)) + " |")
-    for name, options in RECURRENT.items():
-        why = _refusal(name, options, work / f"{name}-recurrent")
-        rows.append(f"| `{name}` | " + " | ".join([why] * len(_LAYOUTS)) + " |")
+        rows.append(f"| `{name}` | " + " | ".join(_cells(name, options, work / name)) + " |")
     return "\n".join(rows) + "\n"
 
 
@@ -70,15 +66,6 @@ def _cells(name: str, options: Mapping[str, Any], work: Path) -> list[str]:
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4, msg=f"{name} {layout}")
         cells.append("served")
     return cells
-
-
-def _refusal(name: str, options: Mapping[str, Any], work: Path) -> str:
-    write_model(family_config(name, options), work / "model")
-    try:
-        Rank(work / "model", work=work)
-    except EpiloraError as error:
-        return f"refused: {error.reason}, recurrent state"
-    raise AssertionError(f"{name} is served")
 
 
 def main() -> None:
