@@ -19,6 +19,9 @@ class EPGroup:
 
     `data_group` carries tensors of the step (NCCL on a GPU, gloo on CPU); `control_group` is always gloo, so that
     control messages never wait behind the device. Both have settings.collective_timeout_seconds as their deadline.
+
+    Where an expert is split over several ranks (expert_tp), ranks expert_tp * i and those after it hold the parts of
+    the experts that the placement gives to its rank i.
     """
 
     ep_rank: int
@@ -26,6 +29,17 @@ class EPGroup:
     device: torch.device
     data_group: dist.ProcessGroup
     control_group: dist.ProcessGroup
+    expert_tp: int = 1
+
+    @property
+    def placement_rank(self) -> int:
+        """Rank of the placement whose experts this one holds, or parts of them."""
+        return self.ep_rank // self.expert_tp
+
+    @property
+    def expert_tp_rank(self) -> int:
+        """Which part of them."""
+        return self.ep_rank % self.expert_tp
 
     @classmethod
     def from_environment(cls, settings: WorkerSettings) -> EPGroup:

@@ -73,7 +73,9 @@ class AllToAllDispatcher:
         rows = torch.zeros((num_tokens, layout.row_bytes), dtype=torch.uint8, device=device)
         layout.write(rows, parts)
 
-        needed_GT = needed_by_rank(expert_TK, self._ends(rank_offsets, device)).t()
+        needed_TP = needed_by_rank(expert_TK, self._ends(rank_offsets, device))
+        # Every rank that holds a part of an expert needs its tokens.
+        needed_GT = needed_TP.repeat_interleave(group.expert_tp, dim=1).t()
         num_sent, num_received = self._exchange_counts(needed_GT)
         token_S = needed_GT.nonzero()[:, 1]
         received = torch.empty((sum(num_received), layout.row_bytes), dtype=torch.uint8, device=device)
@@ -86,7 +88,7 @@ class AllToAllDispatcher:
             layout.views(received),
             names,
             num_places=sum(num_tokens_per_rank),
-            slots=(rank_offsets[group.ep_rank], rank_offsets[group.ep_rank + 1]),
+            slots=(rank_offsets[group.placement_rank], rank_offsets[group.placement_rank + 1]),
         )
         return arrived, AllToAllHandle(
             num_tokens=num_tokens,

@@ -46,7 +46,7 @@ class AllGatherDispatcher:
         received = torch.empty((group.num_ranks * max_tokens, layout.row_bytes), dtype=torch.uint8, device=x_TD.device)
         if max_tokens:
             _all_gather(received, send, group=group.data_group)
-        first, end = rank_offsets[group.ep_rank], rank_offsets[group.ep_rank + 1]
+        first, end = rank_offsets[group.placement_rank], rank_offsets[group.placement_rank + 1]
         arrived = unpack_tokens(layout, received, sorted(extras), first=first, end=end)
         return arrived, CombineHandle(num_tokens=num_tokens, max_tokens_per_rank=max_tokens)
 

@@ -62,7 +62,7 @@ class Dispatcher(Protocol):
             expert_TK: int; physical expert ids, -1 for none.
             weight_TK: any float dtype.
             extras: int32 [T] tensors that travel along.
-            rank_offsets: G + 1 numbers: first physical expert of each rank, then their number.
+            rank_offsets: first physical expert of each rank of the placement, then their number.
             num_tokens_per_rank: T of every rank, agreed before.
         """
         ...

@@ -20,9 +20,11 @@ from compute_worker.dispatch.all_to_all import AllToAllDispatcher, needed_by_ran
 from compute_worker.dispatch.allgather_reducescatter import AllGatherDispatcher
 from compute_worker.dispatch.base import Dispatcher
 from compute_worker.dispatch.local import LocalDispatcher
+from compute_worker.dispatch.sequence_parallel import SequenceParallelDispatcher, part_of
 from compute_worker.ep_group import EPGroup
 from compute_worker.expert_layer import ExpertLayer, PhysicalExperts
 from compute_worker.expert_load import ExpertLoad
+from compute_worker.expert_shard import WHOLE, ExpertShard
 from compute_worker.experts_base import ExpertWeights, LoraPair
 from compute_worker.experts_loop import LoopBackend
 from compute_worker.step_context import CurrentStep, StepContext
@@ -40,18 +42,37 @@ COPIED = (0, 5)
 
 
 class Case(NamedTuple):
-    """One cell of the table."""
+    """One cell of the table.
+
+    Attributes:
+        sp: ranks that hold the same tokens, of which each dispatches its part.
+        tp: ranks that share each expert's width.
+    """
 
     backend: str
     placement: str
     lora: str
     counts: str
+    sp: int = 1
+    tp: int = 1
 
     def num_tokens(self, num_ranks: int) -> list[int]:
-        return list(COUNTS[self.counts][:num_ranks])
+        """Tokens that each rank holds."""
+        return [COUNTS[self.counts][rank // self.sp] for rank in range(num_ranks)]
+
+    def fits(self, num_ranks: int) -> bool:
+        return num_ranks % self.sp == 0 and num_ranks % self.tp == 0
 
 
 CASES = [Case(*parts) for parts in itertools.product(BACKENDS, PLACEMENTS, LORA, COUNTS)]
+# With parallel ranks each pair of placement, adapters and counts once.
+CASES += [
+    Case(backend, PLACEMENTS[i], LORA[j], [*COUNTS][(i + j) % 3], *parallel)
+    for backend in BACKENDS
+    for parallel in ((2, 1), (1, 2), (2, 2))
+    for i in range(3)
+    for j in range(3)
+]
 
 
 def make_placement(name: str, model: ModelSpec, num_ranks: int) -> ExpertPlacement:
@@ -68,14 +89,22 @@ def random_tensor(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.3
 
 
-def make_layer(
-    placement: ExpertPlacement, ep_rank: int, dispatcher: Dispatcher, current: CurrentStep, load: ExpertLoad
+def make_layer(  # noqa: PLR0917
+    placement: ExpertPlacement,
+    ep_rank: int,
+    dispatcher: Dispatcher,
+    current: CurrentStep,
+    load: ExpertLoad,
+    shard: ExpertShard = WHOLE,
 ) -> ExpertLayer:
+    """ep_rank: rank of the placement."""
     local = list(placement.local_experts(LAYER, ep_rank))
+    gate_up_eHD = random_tensor(1, NUM_EXPERTS, 2 * WIDTH, HIDDEN)[local]
+    width = shard.width(WIDTH)
     weights = ExpertWeights(
-        gate_up_eHD=random_tensor(1, NUM_EXPERTS, 2 * WIDTH, HIDDEN)[local],
-        down_eDF=random_tensor(2, NUM_EXPERTS, HIDDEN, WIDTH)[local],
-        gate=lambda h_RH: F.silu(h_RH[:, :WIDTH]) * h_RH[:, WIDTH:],
+        gate_up_eHD=shard.first(gate_up_eHD, 1, GateUpLayout.CONCATENATED),
+        down_eDF=shard.second(random_tensor(2, NUM_EXPERTS, HIDDEN, WIDTH)[local], 2).contiguous(),
+        gate=lambda h_RH: F.silu(h_RH[:, :width]) * h_RH[:, width:],
         layout=GateUpLayout.CONCATENATED,
     )
     return ExpertLayer(
@@ -89,18 +118,20 @@ def make_layer(
     )
 
 
-def make_adapter(seed: int, local: tuple[int, ...]) -> AdapterTensors:
+def make_adapter(seed: int, local: tuple[int, ...], shard: ExpertShard = WHOLE) -> AdapterTensors:
     """Pairs of all local experts for both projections."""
     pairs = {}
+    ranks = (LORA_RANK,) * len(local)
     for projection, out_features, in_features in (("gate_up", 2 * WIDTH, HIDDEN), ("down", HIDDEN, WIDTH)):
         a = random_tensor(10 * seed + out_features, NUM_EXPERTS, LORA_RANK, in_features)[list(local)]
         b = random_tensor(11 * seed + out_features, NUM_EXPERTS, out_features, LORA_RANK)[list(local)]
+        a, b = shard.pair(projection, GateUpLayout.CONCATENATED, a.flatten(0, 1), b.flatten(), ranks)
         pairs[projection] = LoraPair(
-            a=a.flatten(0, 1),
-            b=b.flatten(),
-            lora_rank=(LORA_RANK,) * len(local),
+            a=a,
+            b=b,
+            lora_rank=ranks,
             scale_e=torch.full((len(local),), 0.5 * seed),
-            out_features=out_features,
+            out_features=out_features if projection == "down" else shard.width(out_features),
         )
     return AdapterTensors(layers={LAYER: pairs}, dense={}, buffers=())
 
@@ -129,18 +160,20 @@ class Place:
     num_ranks: int
     counts: list[int]
     local: tuple[int, ...]
+    shard: ExpertShard = WHOLE
 
 
 def run_layer(layer: ExpertLayer, current: CurrentStep, case: Case, place: Place) -> torch.Tensor:
     """The layer's output for the tokens that a case gives to a rank."""
     num_tokens = case.num_tokens(place.num_ranks)[place.ep_rank]
+    holder = place.ep_rank // case.sp
     current.context = StepContext(
-        adapter_slots=slots_of(case.lora, place.ep_rank, place.num_ranks, num_tokens),
+        adapter_slots=slots_of(case.lora, holder, place.num_ranks // case.sp, num_tokens),
         num_tokens_per_rank=place.counts,
-        active={slot: make_adapter(slot + 1, place.local) for slot in (0, 1)},
+        active={slot: make_adapter(slot + 1, place.local, place.shard) for slot in (0, 1)},
         device=torch.device("cpu"),
     )
-    return layer.forward(*tokens_of(place.ep_rank, num_tokens))
+    return layer.forward(*tokens_of(holder, num_tokens))
 
 
 def rank_main(ep_rank: int, work: Path) -> Results:
@@ -148,29 +181,44 @@ def rank_main(ep_rank: int, work: Path) -> Results:
     everyone = EPGroup.from_environment(WorkerSettings(model=work, num_ranks=max(RANKS), device="cpu"))
     model = ModelSpec.from_directory(work / "model")
     results: Results = {}
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     for num_ranks in RANKS:
         data_group = dist.new_group(range(num_ranks))
         if ep_rank < num_ranks:
             group = replace(everyone, num_ranks=num_ranks, data_group=data_group)
-            results[str(num_ranks)] = {case: _run_case(case, model, group) for case in CASES}
+            results[str(num_ranks)] = {
+                case: _run_case(case, model, replace(group, expert_tp=case.tp), pairs)
+                for case in CASES
+                if case.fits(num_ranks)
+            }
     return results
 
 
-def _run_case(case: Case, model: ModelSpec, group: EPGroup) -> Results:
-    dispatcher = AllToAllDispatcher(group) if case.backend == "all_to_all" else AllGatherDispatcher(group)
-    placement, current = make_placement(case.placement, model, group.num_ranks), CurrentStep()
-    load = ExpertLoad({LAYER: len(placement.local_experts(LAYER, group.ep_rank))}, torch.device("cpu"))
-    layer = make_layer(placement, group.ep_rank, dispatcher, current, load)
+def _run_case(case: Case, model: ModelSpec, group: EPGroup, pairs: list[dist.ProcessGroup]) -> Results:
+    inner = AllToAllDispatcher(group) if case.backend == "all_to_all" else AllGatherDispatcher(group)
+    dispatcher: Dispatcher = inner
+    if case.sp > 1:
+        assert case.sp == 2, case
+        dispatcher = SequenceParallelDispatcher(
+            inner, group=pairs[group.ep_rank // 2], num_parts=2, part=group.ep_rank % 2
+        )
+    placement, current = make_placement(case.placement, model, group.num_ranks // case.tp), CurrentStep()
+    shard = ExpertShard(index=group.expert_tp_rank, count=case.tp)
+    local = placement.local_experts(LAYER, group.placement_rank)
+    load = ExpertLoad({LAYER: len(local)}, torch.device("cpu"))
+    layer = make_layer(placement, group.placement_rank, dispatcher, current, load, shard)
     place = Place(
         ep_rank=group.ep_rank,
         num_ranks=group.num_ranks,
         counts=case.num_tokens(group.num_ranks),
-        local=placement.local_experts(LAYER, group.ep_rank),
+        local=local,
+        shard=shard,
     )
     y_TD = run_layer(layer, current, case, place)
     load.refresh(worked=True)
-    results = {"y": y_TD, "num_rows": load.rows[LAYER], "sent": list(getattr(dispatcher, "num_pairs_sent", ()))}
+    results = {"y": y_TD, "num_rows": load.rows[LAYER], "sent": list(getattr(inner, "num_pairs_sent", ()))}
     results["again"] = run_layer(layer, current, case, place)
+    results["plain"] = run_layer(layer, current, case._replace(lora="no"), place)
     return results
 
 
@@ -188,7 +236,7 @@ def test_every_cell_equals_one_rank(table: tuple[ModelSpec, list[Results]], back
     current = CurrentStep()
     load = ExpertLoad({LAYER: NUM_EXPERTS}, torch.device("cpu"))
     one = make_layer(make_placement("linear", model, 1), 0, LocalDispatcher(), current, load)
-    for case in (case for case in CASES if case.backend == backend):
+    for case in (case for case in CASES if case.backend == backend and case.fits(num_ranks)):
         for ep_rank, num_tokens in enumerate(case.num_tokens(num_ranks)):
             place = Place(ep_rank=ep_rank, num_ranks=num_ranks, counts=[num_tokens], local=tuple(range(NUM_EXPERTS)))
             expected = run_layer(one, current, case, place)
@@ -203,14 +251,16 @@ def test_bits_are_the_same_in_each_run_and_beside_adapters(
     table: tuple[ModelSpec, list[Results]], num_ranks: int
 ) -> None:
     _, results = table
-    for case in CASES:
+    for case in (case for case in CASES if case.fits(num_ranks)):
         for ep_rank in range(num_ranks):
-            mine = results[ep_rank][str(num_ranks)]
-            assert torch.equal(mine[case]["y"], mine[case]["again"]), (case, ep_rank)
-            slots = slots_of(case.lora, ep_rank, num_ranks, mine[case]["y"].shape[0])
+            mine = results[ep_rank][str(num_ranks)][case]
+            assert torch.equal(mine["y"], mine["again"]), (case, ep_rank)
+            slots = slots_of(case.lora, ep_rank // case.sp, num_ranks // case.sp, mine["y"].shape[0])
             base = [t for t, slot in enumerate(slots) if slot < 0]
-            plain = mine[case._replace(lora="no")]["y"]
-            assert torch.equal(mine[case]["y"][base], plain[base]), (case, ep_rank)
+            assert torch.equal(mine["y"][base], mine["plain"][base]), (case, ep_rank)
+            # Ranks that hold the same tokens have the same results.
+            other = results[ep_rank // case.sp * case.sp][str(num_ranks)][case]
+            assert torch.equal(mine["y"], other["y"]), (case, ep_rank)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -218,21 +268,22 @@ def test_all_to_all_sends_each_token_once_to_each_rank_of_its_experts(
     table: tuple[ModelSpec, list[Results]], num_ranks: int
 ) -> None:
     model, results = table
-    for case in (case for case in CASES if case.backend == "all_to_all"):
-        placement = make_placement(case.placement, model, num_ranks)
+    for case in (case for case in CASES if case.backend == "all_to_all" and case.fits(num_ranks)):
+        placement = make_placement(case.placement, model, num_ranks // case.tp)
         copies, num_copies = placement.copies(LAYER), placement.num_copies(LAYER)
-        owner = [r for r in range(num_ranks) for _ in placement.local_experts(LAYER, r)]
+        owner = [r for r in range(placement.num_ranks) for _ in placement.local_experts(LAYER, r)]
         for ep_rank, num_tokens in enumerate(case.num_tokens(num_ranks)):
-            chosen = tokens_of(ep_rank, num_tokens)[1].tolist()
+            chosen = tokens_of(ep_rank // case.sp, num_tokens)[1].tolist()
+            mine, shift = part_of(num_tokens, ep_rank % case.sp, case.sp), ep_rank // case.tp
             pairs = {
-                (t, owner[copies[expert, (ep_rank + t) % num_copies[expert]]])
-                for t, experts in enumerate(chosen)
-                for expert in experts
+                (t, owner[copies[expert, (shift + t) % num_copies[expert]]])
+                for t in range(mine.start, mine.stop)
+                for expert in chosen[t]
                 if expert >= 0
             }
             expected = Counter(rank for _, rank in pairs)
             sent = results[ep_rank][str(num_ranks)][case]["sent"]
-            assert sent == [expected[rank] for rank in range(num_ranks)], (case, ep_rank)
+            assert sent == [expected[rank // case.tp] for rank in range(num_ranks)], (case, ep_rank)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
