@@ -10,17 +10,24 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import structlog
 import torch
 
 from compute_worker.adapter_buffers import AdapterPlan, AdapterTensors, fill_adapter, plan_adapter
-from compute_worker.slice_reader import read_slice
-from epilora.errors import FailedPreconditionError, ResourceExhaustedError, StalePlacementError, UnavailableError
+from compute_worker.slice_reader import AdapterSlice, read_slice
+from epilora.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+    StalePlacementError,
+    UnavailableError,
+)
 from epilora.load_spec import MoEEPLoadSpec
 from epilora.model_spec import ModelSpec
 
@@ -63,6 +70,18 @@ class _Move:
     entries: dict[int, _Entry] = field(default_factory=dict)
 
 
+class AdapterListener(Protocol):
+    """Told, in the step thread and between steps, which adapter each slot has."""
+
+    def set_adapter(self, adapter_slot: int, adapter: AdapterTensors) -> None:
+        """The slot has this adapter, or these slices of its adapter, from now on."""
+        ...
+
+    def clear_adapter(self, adapter_slot: int) -> None:
+        """The slot has none any more; its memory goes once the device has done what is queued."""
+        ...
+
+
 class AdapterPool:
     """Thread-safe. Every method returns quickly but stage and discard, which wait for a stage under way.
 
@@ -74,6 +93,8 @@ class AdapterPool:
         max_bytes: all adapters together.
         rank_multiple: lora ranks of a projection are made equal and padded to a multiple of this, as grouped products
             need; 0 leaves them as they are.
+        listeners: told of each activation and retirement.
+        max_lora_rank: largest that the backend computes; 0: any.
     """
 
     def __init__(
@@ -85,6 +106,8 @@ class AdapterPool:
         device: torch.device,
         max_bytes: int,
         rank_multiple: int,
+        listeners: Sequence[AdapterListener] = (),
+        max_lora_rank: int = 0,
     ) -> None:
         self._load_spec = load_spec
         self._dense_modules = {spec.module: spec for spec in model.dense_modules}
@@ -92,6 +115,8 @@ class AdapterPool:
         self._device = device
         self._max_bytes = max_bytes
         self._rank_multiple = rank_multiple
+        self._listeners = tuple(listeners)
+        self._max_lora_rank = max_lora_rank
         self._stage_lock = threading.Lock()
         self._lock = threading.Lock()
         self._entries: dict[int, _Entry] = {}
@@ -108,6 +133,7 @@ class AdapterPool:
         Raises:
             StalePlacementError: the slice is for another placement, rank or model.
             FailedPreconditionError: for the placement to come, but the adapter is not resident.
+            InvalidArgumentError: a lora rank or a weight is beyond what the backend computes.
             ResourceExhaustedError: no room.
             UnavailableError: other stages took too long.
             InternalError: the file is broken.
@@ -120,9 +146,14 @@ class AdapterPool:
                 if move is not None and generation not in self._entries:
                     raise _not_resident(name, generation)
             source = read_slice(path, placement_id=placement_id, load_spec=load_spec, dense_modules=self._dense_modules)
+            self._check_ranks(name, source)
             plan = plan_adapter(source, dtype=self._dtype, rank_multiple=self._rank_multiple)
             self._check_room(name, plan.num_bytes, entries)
             tensors = self._copy(plan)
+            largest = torch.finfo(plan.dtype).max
+            matrices = [*(part.a for part in source.experts), *(part.a for part in source.dense)]
+            if any(torch.finfo(matrix.dtype).max > largest for matrix in matrices):
+                _check_finite(name, tensors, plan.dtype)
             resident = Resident(
                 name=name,
                 generation=generation,
@@ -159,6 +190,8 @@ class AdapterPool:
             resident = replace(entry.resident, adapter_slot=adapter_slot)
             self._entries[generation] = replace(entry, resident=resident)
             self._active = {**self._active, adapter_slot: entry.tensors}
+        for listener in self._listeners:
+            listener.set_adapter(adapter_slot, entry.tensors)
 
     def retire(self, generation: int) -> None:
         """Frees a generation, active or not; one that is not there is no error. Step thread only."""
@@ -170,6 +203,9 @@ class AdapterPool:
                 self._move.entries.pop(generation, None)
             slot = entry.resident.adapter_slot
             self._active = {key: value for key, value in self._active.items() if key != slot}
+        if slot != _INACTIVE:
+            for listener in self._listeners:
+                listener.clear_adapter(slot)
         self._release(entry)
 
     def discard(self, generation: int) -> int:
@@ -235,6 +271,10 @@ class AdapterPool:
                 if entry.resident.adapter_slot != _INACTIVE
             }
             self._load_spec, self._move = move.load_spec, None
+            active_now = self._active
+        for slot, tensors in active_now.items():
+            for listener in self._listeners:
+                listener.set_adapter(slot, tensors)
         for entry in old.values():
             self._release(entry)
 
@@ -274,6 +314,17 @@ class AdapterPool:
             yield
         finally:
             self._stage_lock.release()
+
+    def _check_ranks(self, name: str, source: AdapterSlice) -> None:
+        ranks = [rank for part in source.experts for rank in part.lora_rank]
+        largest = max([*ranks, *(part.a.shape[0] for part in source.dense)], default=0)
+        if self._max_lora_rank and largest > self._max_lora_rank:
+            raise InvalidArgumentError(
+                f"Adapter {name} has lora rank {largest}, the fused kernels take up to {self._max_lora_rank}; serve it"
+                " with EPILORA_EXPERT_BACKEND=grouped",
+                reason="LORA_RANK_TOO_LARGE",
+                metadata={"lora_rank": largest, "max_lora_rank": self._max_lora_rank},
+            )
 
     def _check_room(self, name: str, num_bytes: int, entries: Mapping[int, _Entry]) -> None:
         """The adapters of one placement must fit; for the time of a move, those of two are in memory."""
@@ -317,6 +368,17 @@ def _not_resident(name: str, generation: int) -> FailedPreconditionError:
         f"Generation {generation} of adapter {name} is not resident here; only resident adapters move",
         reason="ADAPTER_NOT_RESIDENT",
     )
+
+
+def _check_finite(name: str, tensors: AdapterTensors, dtype: torch.dtype) -> None:
+    """A cast to a narrower type may overflow; an infinite weight would reach other requests' rows as 0 * inf."""
+    if not all(bool(buffer.isfinite().all()) for buffer in tensors.buffers):
+        raise InvalidArgumentError(
+            f"Adapter {name} has weights beyond the range of {dtype}, the type it would be served in; serve it with"
+            " EPILORA_ADAPTER_DTYPE=file, or the model in bfloat16 or float32",
+            reason="ADAPTER_OVERFLOWS",
+            metadata={"dtype": str(dtype)},
+        )
 
 
 def _bytes_of(entry: _Entry) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -40,18 +40,32 @@ class DenseTokens:
     pairs: Mapping[str, DensePair]
 
 
+class RowwiseDeltas(Protocol):
+    """Deltas by the adapter slot of each row, without knowing on the host whose rows these are."""
+
+    def add(self, module: str, x_TI: torch.Tensor, y_TO: torch.Tensor) -> None:
+        """What DenseLora.apply does."""
+        ...
+
+    def add_embedding(self, module: str, ids_T: torch.Tensor, y_TD: torch.Tensor) -> None:
+        """What DenseLora.apply_embedding does."""
+        ...
+
+
 class DenseLora:
     """The deltas that apply now. One for a model; the step sets `adapters` and `logits_adapters` before it runs it.
 
     Attributes:
         adapters: tokens of each adapter in the step.
         logits_adapters: the same for the rows of `logits_module`, which sees only tokens whose logits are wanted.
+        rowwise: applies the deltas instead of the two above, if it is there; for steps of fixed shapes.
         seen: collects the modules that came by, if it is a set.
     """
 
     def __init__(self, *, logits_module: str = "") -> None:
         self.adapters: Sequence[DenseTokens] = ()
         self.logits_adapters: Sequence[DenseTokens] = ()
+        self.rowwise: RowwiseDeltas | None = None
         self.seen: set[str] | None = None
         self._logits_module = logits_module
 
@@ -75,6 +89,9 @@ class DenseLora:
         """
         if self.seen is not None:
             self.seen.add(module)
+        if self.rowwise is not None:
+            self.rowwise.add(module, x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]))
+            return
         for adapter in self.logits_adapters if module == self._logits_module else self.adapters:
             pair = adapter.pairs.get(module)
             if pair is None:
@@ -98,6 +115,9 @@ class DenseLora:
         """
         if self.seen is not None:
             self.seen.add(module)
+        if self.rowwise is not None:
+            self.rowwise.add_embedding(module, ids.reshape(-1), y.view(-1, y.shape[-1]))
+            return
         for adapter in self.adapters:
             pair = adapter.pairs.get(module)
             if pair is None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from compute_worker.dispatch.base import Dispatcher
-from compute_worker.experts_base import AdapterTokens, ExpertBackend, ExpertWeights
+from compute_worker.experts_base import LayerExperts
 from compute_worker.step_context import CurrentStep, StepContext
 from epilora.placement import ExpertPlacement
 
@@ -70,10 +70,9 @@ class ExpertLayer:
         self,
         *,
         layer: int,
-        weights: ExpertWeights,
+        experts: LayerExperts,
         physical: PhysicalExperts,
         dispatcher: Dispatcher,
-        backend: ExpertBackend,
         current: CurrentStep,
         counter: torch.Tensor,
         scales_input: bool = False,
@@ -84,16 +83,16 @@ class ExpertLayer:
         """
         self._scales_input = scales_input
         self.layer = layer
-        self.weights = weights
+        self.experts = experts
         self._current = current
         self._physical = physical
         self._dispatcher = dispatcher
-        self._backend = backend
         self._counter = counter
 
-    def place(self, *, weights: ExpertWeights, physical: PhysicalExperts, counter: torch.Tensor) -> None:
-        """Takes another placement's experts, between two steps; see the constructor."""
-        self.weights, self._physical, self._counter = weights, physical, counter
+    def place(self, *, experts: LayerExperts, physical: PhysicalExperts, counter: torch.Tensor) -> None:
+        """Takes another placement's experts, which have no adapters yet, between two steps; see the constructor."""
+        experts.num_calls += self.experts.num_calls
+        self.experts, self._physical, self._counter = experts, physical, counter
 
     def forward(self, x_TD: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
         """The weighted sum of the chosen experts' outputs, in the dtype of x. All ranks call it together.
@@ -107,6 +106,8 @@ class ExpertLayer:
         assert context is not None, f"layer {self.layer} outside a step"
         if context.given_topk is not None:
             expert_TK, weight_TK = context.given_topk
+        if context.is_token_T1 is not None:
+            expert_TK = torch.where(context.is_token_T1, expert_TK, -1)
         if self._scales_input:
             y_TD = self._forward_scaled(context, x_TD, expert_TK, weight_TK)
         else:
@@ -136,17 +137,16 @@ class ExpertLayer:
             {ADAPTER_SLOT: context.adapter_slot_T},
             rank_offsets=self._physical.rank_offsets,
             num_tokens_per_rank=context.num_tokens_per_rank,
+            pad_to=context.pad_to,
         )
-        tokens = context.arrived_tokens(
-            arrived.extras[ADAPTER_SLOT], same_every_layer=self._dispatcher.same_arrivals_every_layer
-        )
-        adapters = [
-            AdapterTokens(token_index=index, pairs=context.active[slot].layers[self.layer])
-            for slot, index in tokens.items()
-            if self.layer in context.active[slot].layers
-        ]
+        adapter_slot_N = arrived.extras[ADAPTER_SLOT]
+        same_every_layer = self._dispatcher.same_arrivals_every_layer
         self._count(arrived.slot_NK)
-        y_ND = self._backend.forward(self.weights, arrived, adapters)
+        y_ND = self.experts.forward(
+            arrived,
+            adapter_slot_N,
+            lambda: context.arrived_tokens(adapter_slot_N, same_every_layer=same_every_layer),
+        )
         return self._dispatcher.combine(y_ND, handle)
 
     def _count(self, slot_NK: torch.Tensor) -> None:

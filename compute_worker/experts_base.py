@@ -31,6 +31,8 @@ class ExpertWeights:
         down_bias_eD: added to the second projection's output; None without.
         gate: maps [n, H] to [n, F]: the activation, with the gate where the model has one.
         layout: how gate and up share H.
+        num_routed_experts: experts that the router chooses among; 0: as many as there are local slots.
+        clamp: (alpha, limit) of the modules that have them, for activations with a clamp.
     """
 
     gate_up_eHD: torch.Tensor
@@ -39,6 +41,8 @@ class ExpertWeights:
     layout: GateUpLayout
     gate_up_bias_eH: torch.Tensor | None = None
     down_bias_eD: torch.Tensor | None = None
+    num_routed_experts: int = 0
+    clamp: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +89,40 @@ class AdapterTokens:
 
     token_index: torch.Tensor
     pairs: LayerPairs
+
+
+TokensByAdapter = Callable[[], Mapping[int, torch.Tensor]]
+"""Arrived tokens of each adapter: slot -> int64 [n] indices into N. Calling it may wait for the device."""
+
+
+class LayerExperts(Protocol):
+    """The local experts of one layer, and the pairs of the adapters that are active there.
+
+    Attributes:
+        num_calls: of forward, since the start.
+    """
+
+    num_calls: int
+
+    def set_adapter(self, adapter_slot: int, pairs: LayerPairs) -> None:
+        """Makes the pairs those of the slot. Step thread only, between steps."""
+        ...
+
+    def clear_adapter(self, adapter_slot: int) -> None:
+        """Takes the slot's pairs away, if it has any. Step thread only, between steps."""
+        ...
+
+    def forward(
+        self, arrived: ArrivedTokens, adapter_slot_N: torch.Tensor, tokens_by_adapter: TokensByAdapter
+    ) -> torch.Tensor:
+        """See ExpertBackend.forward.
+
+        Args:
+            arrived: tokens and their local slots.
+            adapter_slot_N: int32, on the device; -1 for the base model.
+            tokens_by_adapter: the same, for those that need it on the host.
+        """
+        ...
 
 
 class ExpertBackend(Protocol):

@@ -6,15 +6,19 @@ Legend: T tokens of this rank's step, K experts a token, D model width, V vocabu
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+import structlog
 import torch
 from torch import nn
 
-from compute_worker.adapter_pool import AdapterPool
+from compute_worker.adapter_pool import AdapterListener, AdapterPool
+from compute_worker.adapter_tables import ExpertAdapters, LaunchKey, RowwiseAdapters
 from compute_worker.checkpoint import load_model
+from compute_worker.decode_step import DecodeSteps, FixedInputs
 from compute_worker.dense_lora import DenseLora
 from compute_worker.ep_group import EPGroup
 from compute_worker.input_scaled_block import replace_blocks
@@ -25,16 +29,19 @@ from compute_worker.process_memory import anonymous_bytes
 from compute_worker.query_scale import QueryScales
 from compute_worker.recurrent import RecurrentLayers, attach_recurrent, prepare_parts
 from compute_worker.runner_parts import (
+    MAX_KERNEL_RANK,
     attach_expert_layers,
-    make_backend,
+    choose_backend,
     make_dispatcher,
+    make_experts,
     make_kv_cache,
     make_state_cache,
     max_adapter_bytes,
     rank_multiple_of,
     register_functions,
-    weights_of,
+    use_fused_ops,
 )
+from compute_worker.step_batch import MemoryReport, StepBatch, is_decode
 from compute_worker.step_context import CurrentStep, StepContext
 from epilora.errors import InvalidArgumentError
 from epilora.families import family_of
@@ -44,43 +51,10 @@ from epilora.settings import WorkerSettings
 
 __all__ = ["MemoryReport", "ModelRunner", "SequenceSpan", "StepBatch"]
 
+_log = structlog.get_logger()
+
 TopK = tuple[torch.Tensor, torch.Tensor]
 """(experts int [T, K], weights float [T, K]) chosen by a caller; logical ids."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepBatch:
-    """This rank's tokens of one step, those of each sequence next to each other.
-
-    Attributes:
-        token_ids: T ids.
-        positions: T positions in their sequences.
-        adapter_slots: T slots, -1 for the base model.
-        sequences: where each sequence's tokens and cache blocks are, in order of query_start.
-        logits_rows: tokens whose logits are wanted.
-    """
-
-    token_ids: list[int]
-    positions: list[int]
-    adapter_slots: list[int]
-    sequences: list[SequenceSpan]
-    logits_rows: list[int]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryReport:
-    """Memory of this rank, bytes; the fields are those of RankMemory in cluster_service.proto."""
-
-    base_expert_bytes: int
-    base_dense_bytes: int
-    kv_cache_bytes: int
-    state_cache_bytes: int
-    adapter_bytes: int
-    process_anon_bytes: int
-    base_expert_growth_bytes: int
-    device_free_bytes: int
-    device_total_bytes: int
-    device_allocated_bytes: int
 
 
 class ModelRunner:
@@ -97,6 +71,7 @@ class ModelRunner:
         dense_modules: modules outside the routed experts whose pairs take effect.
         pool: the adapters in memory.
         mover: moves the experts to another placement.
+        max_sequence_length: positions that a sequence may have.
     """
 
     def __init__(self, settings: WorkerSettings, model: ModelSpec, placement: ExpertPlacement, group: EPGroup) -> None:
@@ -113,6 +88,8 @@ class ModelRunner:
             torch.backends.cuda.matmul.allow_tf32 = False
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self._device = group.device
+        self._num_ranks = group.num_ranks
+        self._num_steps: Counter[str] = Counter()
         self._spec = model
         placed = Placed.make(model, placement, group.ep_rank, group.device)
         self._loaded = load_model(settings, placed.load_spec, group.device)
@@ -129,18 +106,36 @@ class ModelRunner:
             probe = probe_model(self._model, model, self._dense_lora, scales)
         self.dense_modules = probe.dense_modules
         self._current = CurrentStep()
-        backend = make_backend(settings, group.device)
+        backend = choose_backend(settings, self._model, model, group.device)
+        self._backend = backend
+        if backend == "triton" and group.device.type == "cuda":
+            use_fused_ops(self._model)
+        make = make_experts(backend, settings)
+        self._dispatcher = make_dispatcher(settings, group)
         self._layers = attach_expert_layers(
             self._model,
             model,
             placement,
             ep_rank=group.ep_rank,
-            dispatcher=make_dispatcher(settings, group),
-            backend=backend,
+            dispatcher=self._dispatcher,
+            make=make,
             current=self._current,
             load=placed.expert_load,
             device=group.device,
         )
+        listeners: list[AdapterListener] = [ExpertAdapters(self._layers)]
+        fixed_steps = (
+            backend == "triton"
+            and self._dispatcher.has_fixed_shapes
+            and not probe.state_shapes
+            and settings.decode_graphs != "off"
+        )
+        if fixed_steps:
+            self._rowwise = RowwiseAdapters(
+                probe, num_slots=settings.num_adapter_slots, dtype=self.dtype, device=group.device
+            )
+            self._launch_key = LaunchKey(self._layers, self._rowwise)
+            listeners += [self._rowwise, self._launch_key]
         adapter_bytes = max_adapter_bytes(settings, group.device)
         self.pool = AdapterPool(
             model=dataclasses.replace(model, dense_modules=self.dense_modules),
@@ -149,13 +144,15 @@ class ModelRunner:
             device=group.device,
             max_bytes=adapter_bytes,
             rank_multiple=rank_multiple_of(backend, self.dtype),
+            listeners=listeners,
+            max_lora_rank=MAX_KERNEL_RANK if backend == "triton" else 0,
         )
         self.mover = PlacementMover(
             model=model,
             placed=placed,
             loaded=self._loaded,
             layers=self._layers,
-            weights_of=weights_of,
+            make_experts=make,
             pool=self.pool,
             device=group.device,
         )
@@ -169,6 +166,22 @@ class ModelRunner:
         self.num_kv_blocks = cache.num_blocks
         self._attention = PagedAttention(cache)
         attach_attention(self._model, self._attention.forward, scales)
+        self.max_sequence_length = self._max_sequence_length(settings)
+        self._decode_steps: DecodeSteps | None = None
+        if fixed_steps:
+            self._decode_steps = DecodeSteps(
+                forward=self._forward_fixed,
+                adapters_key=self._launch_key,
+                cache=cache,
+                max_tokens=settings.max_num_sequences,
+                max_blocks=-(-self.max_sequence_length // self.kv_block_size),
+            )
+            self.mover.on_placed = self._decode_steps.forget_graphs
+
+    def _max_sequence_length(self, settings: WorkerSettings) -> int:
+        limit = self._spec.max_position_embeddings
+        capacity = self.num_kv_blocks * self.kv_block_size
+        return min(settings.max_sequence_length or limit, limit, capacity)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch | None, num_tokens_per_rank: Sequence[int]) -> torch.Tensor | None:
@@ -181,13 +194,19 @@ class ModelRunner:
         Returns:
             float32 [len(logits_rows), V] on the device, in the order of logits_rows; None without a batch.
         """
+        bucket = self._decode_steps.bucket(num_tokens_per_rank) if self._decode_steps else 0
+        if self._decode_steps and bucket and (batch is None or is_decode(batch)):
+            logits_MV, form = self._run_fixed(self._decode_steps, bucket, batch)
+            self._num_steps[form] += 1
+            return None if batch is None else logits_MV[self._tensor(batch.logits_rows)]
+        self._num_steps["eager"] += 1
         if batch is None:
-            with self._step([], num_tokens_per_rank):
+            with self._step([], num_tokens_per_rank, pad_to=bucket):
                 for layer in self._layers:
                     self._join_empty(layer)
             return None
         num_tokens = len(batch.token_ids)
-        with self._step(batch.adapter_slots, num_tokens_per_rank) as context:
+        with self._step(batch.adapter_slots, num_tokens_per_rank, pad_to=bucket) as context:
             self._dense_lora.logits_adapters = context.dense_tokens(batch.logits_rows)
             self._attention.step = prepare_step(self._attention.cache, batch.sequences, num_tokens)
             if self._recurrent.cache.shapes:
@@ -200,6 +219,41 @@ class ModelRunner:
             )
         logits_NV: torch.Tensor = output.logits[0].float()
         return logits_NV
+
+    def _run_fixed(self, steps: DecodeSteps, bucket: int, batch: StepBatch | None) -> tuple[torch.Tensor, str]:
+        """Logits [M, V], and the form of the step."""
+        before = steps.num_replayed
+        if batch is None:
+            logits_MV = steps.run(bucket, [], [], [], [])
+        else:
+            logits_MV = steps.run(bucket, batch.token_ids, batch.positions, batch.adapter_slots, batch.sequences)
+        return logits_MV, "graph" if steps.num_replayed > before else "fixed"
+
+    def _forward_fixed(self, inputs: FixedInputs) -> torch.Tensor:
+        """The model on M rows, whose logits all are wanted; float32 [M, V]."""
+        num_rows = inputs.adapter_slots.shape[0]
+        fixed = (inputs.adapter_slots, inputs.num_rows)
+        with self._step([], [num_rows] * self._num_ranks, fixed=fixed):
+            self._rowwise.adapter_slots = inputs.adapter_slots
+            self._dense_lora.rowwise = self._rowwise
+            self._attention.step = inputs.attention
+            output = self._model(input_ids=inputs.token_ids, position_ids=inputs.positions, use_cache=False)
+            logits_MV: torch.Tensor = output.logits[0].float()
+            return logits_MV
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Compiles the kernels of decode steps, with and without adapters, and captures the base model's graphs.
+
+        All ranks call it together, before the first step.
+        """
+        if self._decode_steps is None or self._device.type != "cuda":
+            return
+        start = time.perf_counter()
+        with self._launch_key.everything_touched():
+            self._decode_steps.warm_up(captures=False)
+        self._decode_steps.warm_up(captures=True)
+        _log.info("decode steps warmed up", seconds=round(time.perf_counter() - start, 1))
 
     @torch.inference_mode()
     def forward_experts(  # noqa: PLR0917
@@ -281,6 +335,15 @@ class ModelRunner:
         if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
             raise _bad_call("top_k.expert_ids", "names an expert twice for one token, expected distinct ids")
 
+    def num_expert_layers(self) -> dict[str, int]:
+        """MoE layers computed since the start, by expert backend; those of replayed graphs count, too."""
+        replayed = self._decode_steps.num_replayed * len(self._layers) if self._decode_steps else 0
+        return {self._backend: replayed + sum(layer.experts.num_calls for layer in self._layers.values())}
+
+    def num_steps_by_form(self) -> dict[str, int]:
+        """Generate steps since the start: "graph" (replayed), "fixed" (same shapes, not captured yet), "eager"."""
+        return dict(self._num_steps)
+
     def memory(self) -> MemoryReport:
         """Bytes in use now."""
         is_gpu = self._device.type == "cuda"
@@ -299,13 +362,22 @@ class ModelRunner:
         )
 
     @contextmanager
-    def _step(self, adapter_slots: Sequence[int], num_tokens_per_rank: Sequence[int]) -> Iterator[StepContext]:
+    def _step(
+        self,
+        adapter_slots: Sequence[int],
+        num_tokens_per_rank: Sequence[int],
+        *,
+        pad_to: int = 0,
+        fixed: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> Iterator[StepContext]:
         """Tells all layers of the step; afterwards nothing holds on to an adapter."""
         context = StepContext(
             adapter_slots=adapter_slots,
             num_tokens_per_rank=num_tokens_per_rank,
             active=self.pool.active(),
             device=self._device,
+            pad_to=pad_to,
+            fixed=fixed,
         )
         self._current.context = context
         self._dense_lora.adapters = context.dense_tokens()
@@ -314,6 +386,7 @@ class ModelRunner:
         finally:
             self._current.context = None
             self._dense_lora.adapters = self._dense_lora.logits_adapters = ()
+            self._dense_lora.rowwise = None
             self._attention.step = None
             self._recurrent.parts = ()
 

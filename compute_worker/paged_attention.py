@@ -4,8 +4,8 @@ Positions of all sequences share one cache per layer, in blocks. Tokens of a ste
 decode (one new token) are computed together, padded to the longest; each prefill chunk by itself.
 
 Legend: T tokens of the step, S sequences, C positions of the padded context, Hq / Hkv query and key/value heads,
-Dh head width (Dk of keys, Dv of values, where they differ). A cache slot is block * block_size + offset; the last slot
-is always zero and stands for padding.
+Dh head width (Dk of keys, Dv of values, where they differ). A cache slot is block * block_size + offset; after the
+blocks come two more slots: one is always zero and stands for padding, the other is spare, for what nobody reads.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class KVCache:
     """Keys and values of all layers that attend.
 
     Attributes:
-        k: layer -> [num_blocks * block_size + 1, Hkv, Dk].
+        k: layer -> [num_blocks * block_size + 2, Hkv, Dk].
         v: layer -> the same with Dv.
     """
 
@@ -75,7 +75,8 @@ class KVCache:
         self.block_size = block_size
         self.padding_slot = num_blocks * block_size
         self.device = device
-        slots = self.padding_slot + 1
+        self.spare_slot = self.padding_slot + 1
+        slots = self.spare_slot + 1
         self.k = {
             layer: torch.zeros((slots, shape.num_heads, shape.key_dim), dtype=dtype, device=device)
             for layer, shape in shapes.items()
@@ -149,6 +150,21 @@ class AttentionStep:
     decode: _Decode | None
     prefills: tuple[_Prefill, ...]
     masks: dict[tuple[int, Visible], torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FixedDecode:
+    """Index tensors of a decode step of M rows, one new token each, in buffers that stay where they are.
+
+    Attributes:
+        write_slot_M: int64; where the new keys and values go; the spare slot for padding rows.
+        kv_len_M: int32; positions, the new one included; 0 for padding rows, whose output is zero.
+        block_table_MB: int32; each row's blocks.
+    """
+
+    write_slot_M: torch.Tensor
+    kv_len_M: torch.Tensor
+    block_table_MB: torch.Tensor
 
 
 def prepare_step(cache: KVCache, sequences: Sequence[SequenceSpan], num_tokens: int) -> AttentionStep:
@@ -254,14 +270,17 @@ class PagedAttention:
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
-        self.step: AttentionStep | None = None
+        self.step: AttentionStep | FixedDecode | None = None
 
     def forward(self, given: LayerInput, _others: Mapping[str, object]) -> torch.Tensor:
         """Writes the new keys and values, then attends. Returns [1, T, Hq, Dv]."""
         step = self.step
         assert step is not None, "attention outside a step"
+        write_slot_T = step.write_slot_M if isinstance(step, FixedDecode) else step.write_slot_T
         for cache, new in ((self.cache.k, given.k), (self.cache.v, given.v)):
-            cache[given.layer].index_copy_(0, step.write_slot_T, new[0].transpose(0, 1).contiguous())
+            cache[given.layer].index_copy_(0, write_slot_T, new[0].transpose(0, 1).contiguous())
+        if isinstance(step, FixedDecode):
+            return self._fixed_decode(step, given)
         _, num_heads, num_tokens, _ = given.q.shape
         out_THD = given.q.new_empty((num_tokens, num_heads, given.v.shape[3]))
         if step.decode is not None:
@@ -269,6 +288,23 @@ class PagedAttention:
         for number, prefill in enumerate(step.prefills):
             out_THD[prefill.rows] = self._prefill(step, number, given)
         return out_THD.unsqueeze(0)
+
+    def _fixed_decode(self, step: FixedDecode, given: LayerInput) -> torch.Tensor:
+        from compute_worker.kernels.decode_attention import decode_attention
+
+        out_MHD: torch.Tensor = decode_attention(
+            given.q[0].transpose(0, 1),
+            self.cache.k[given.layer],
+            self.cache.v[given.layer],
+            step.block_table_MB,
+            step.kv_len_M,
+            block_size=self.cache.block_size,
+            scaling=given.scaling,
+            window=given.visible.window,
+            chunk=given.visible.chunk,
+            sink_H=given.sink_H,
+        )
+        return out_MHD.unsqueeze(0)
 
     def _decode(self, step: AttentionStep, decode: _Decode, given: LayerInput) -> torch.Tensor:
         """[S, Hq, Dv]. Query heads of one key/value head take the place of query positions: all have the same mask."""

@@ -22,7 +22,7 @@ from compute_worker.checkpoint import LoadedModel
 from compute_worker.checkpoint_experts import ExpertParameter
 from compute_worker.expert_layer import ExpertLayer, PhysicalExperts
 from compute_worker.expert_load import ExpertLoad
-from compute_worker.experts_base import ExpertWeights
+from compute_worker.runner_parts import MakeExperts
 from epilora.errors import (
     AbortedError,
     FailedPreconditionError,
@@ -93,9 +93,13 @@ class PlacementMover:
         placed: the placement at start.
         loaded: holds the experts' parameters.
         layers: by number.
-        weights_of: the weights of an experts module as its layer takes them.
+        make_experts: the local experts of a layer from its experts module.
         pool: the adapters in memory.
         device: where everything is.
+
+    Attributes:
+        placed: what runs.
+        on_placed: called once another placement has been taken up.
     """
 
     def __init__(
@@ -105,7 +109,7 @@ class PlacementMover:
         placed: Placed,
         loaded: LoadedModel,
         layers: Mapping[int, ExpertLayer],
-        weights_of: Callable[[nn.Module], ExpertWeights],
+        make_experts: MakeExperts,
         pool: AdapterPool,
         device: torch.device,
     ) -> None:
@@ -113,7 +117,9 @@ class PlacementMover:
         self._model = model
         self._loaded = loaded
         self._layers = layers
-        self._weights_of = weights_of
+        self._make_experts = make_experts
+        self._num_experts = {moe.layer: moe.num_experts for moe in model.moe_layers}
+        self.on_placed: Callable[[], None] = lambda: None
         self._pool = pool
         self._device = device
         self._lock = threading.Lock()
@@ -229,6 +235,7 @@ class PlacementMover:
             torch.cuda.synchronize(self._device)
         self._pool.place()
         self.placed = move.placed
+        self.on_placed()
         _log.info(
             "placement taken up",
             move=number,
@@ -299,7 +306,7 @@ class PlacementMover:
                 self._place_parameter(parameter, move.placed.local_experts(layer), move.incoming.pop(name))
         assert module is not None, layer
         self._layers[layer].place(
-            weights=self._weights_of(module),
+            experts=self._make_experts(module, self._num_experts[layer]),
             physical=move.physical[layer],
             counter=move.placed.expert_load.counter(layer),
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import structlog
@@ -20,10 +22,11 @@ from compute_worker.dispatch.local import LocalDispatcher
 from compute_worker.ep_group import EPGroup
 from compute_worker.expert_layer import ExpertLayer, PhysicalExperts, experts_function
 from compute_worker.expert_load import ExpertLoad
-from compute_worker.experts_base import ExpertBackend, ExpertWeights
+from compute_worker.experts_base import ExpertWeights, LayerExperts
 from compute_worker.experts_grouped import RANK_MULTIPLE, GroupedBackend
 from compute_worker.experts_loop import LoopBackend
 from compute_worker.experts_modules import ExpertsTraits, gated_by_silu
+from compute_worker.experts_torch import TorchLayerExperts
 from compute_worker.paged_attention import KVCache, KVShape, paged_attention
 from compute_worker.state_cache import StateCache, StateShape
 from compute_worker.step_context import CurrentStep
@@ -32,6 +35,8 @@ from epilora.model_spec import ModelSpec
 from epilora.placement import ExpertPlacement
 from epilora.settings import WorkerSettings
 
+MAX_KERNEL_RANK = 512
+"""Largest lora rank that the Triton kernels compute."""
 _CPU_ADAPTER_BYTES = 4 << 30
 _CPU_KV_CACHE_BYTES = 256 << 20
 _CPU_STATE_CACHE_BYTES = 256 << 20
@@ -48,13 +53,67 @@ def register_functions() -> None:
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_function)
 
 
-def make_backend(settings: WorkerSettings, device: torch.device) -> ExpertBackend:
-    """The expert backend: grouped on a GPU, the loop on a CPU, unless the settings name one."""
+def choose_backend(settings: WorkerSettings, model: PreTrainedModel, spec: ModelSpec, device: torch.device) -> str:
+    """Name of the expert backend; auto: on a GPU triton, or grouped where the kernels do not fit, and loop on a CPU.
+
+    Raises:
+        InvalidArgumentError: triton was asked for, and the kernels do not fit the model.
+    """
     name = settings.expert_backend
-    if name == "auto":
-        name = "grouped" if device.type == "cuda" else "loop"
+    if name == "auto" and device.type != "cuda":
+        name = "loop"
+    if name in ("auto", "triton"):
+        why_not = _why_not_triton(settings, [weights_of(model.get_submodule(moe.module)) for moe in spec.moe_layers])
+        if why_not and name == "triton":
+            raise InvalidArgumentError(
+                f"EPILORA_EXPERT_BACKEND is triton, but {why_not}; use auto or grouped", reason="EXPERT_BACKEND"
+            )
+        if why_not:
+            _log.warning("the fused expert kernels cannot be used; expert steps are slower", why=why_not)
+        name = "grouped" if why_not else "triton"
     _log.info("expert backend chosen", backend=name, device=str(device))
-    return GroupedBackend() if name == "grouped" else LoopBackend()
+    return name
+
+
+def _why_not_triton(settings: WorkerSettings, layers: list[ExpertWeights]) -> str:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if settings.adapter_dtype != "model":
+        return "EPILORA_ADAPTER_DTYPE is file, and the kernels take adapters in the model's type"
+    if not layers[0].gate_up_eHD.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        return "the device is a CPU"
+    from compute_worker.experts_triton import activation_of, why_not
+
+    return next((why for weights in layers if (why := why_not(weights, activation_of(weights)))), "")
+
+
+MakeExperts = Callable[[nn.Module, int], LayerExperts]
+"""(one of transformers' experts modules, experts that its router chooses among) -> the local experts of the layer."""
+
+
+def make_experts(name: str, settings: WorkerSettings) -> MakeExperts:
+    """Makes the local experts of a layer from what the module holds, for a backend by name."""
+    if name == "triton":
+        from compute_worker.experts_triton import TritonLayerExperts, activation_of
+
+        def make(module: nn.Module, num_routed_experts: int) -> LayerExperts:
+            _lay_out_by_rows(module)
+            weights = weights_of(module, num_routed_experts)
+            activation = activation_of(weights)
+            assert activation is not None
+            return TritonLayerExperts(weights, activation, settings.num_adapter_slots)
+
+        return make
+    backend = GroupedBackend() if name == "grouped" else LoopBackend()
+    return lambda module, num_routed_experts: TorchLayerExperts(weights_of(module, num_routed_experts), backend)
+
+
+def use_fused_ops(model: PreTrainedModel) -> None:
+    """Norms and rotary embeddings by one kernel each, where they compute the same."""
+    from compute_worker.fused_norms import replace_rms_norms
+    from compute_worker.fused_rotary import replace_rotary
+
+    _log.info("fused operations", norms=replace_rms_norms(model), rotary=replace_rotary(model))
 
 
 def make_dispatcher(settings: WorkerSettings, group: EPGroup) -> Dispatcher:
@@ -78,9 +137,9 @@ def make_dispatcher(settings: WorkerSettings, group: EPGroup) -> Dispatcher:
     return AllToAllDispatcher(group) if name == "all_to_all" else AllGatherDispatcher(group)
 
 
-def rank_multiple_of(backend: ExpertBackend, dtype: torch.dtype) -> int:
+def rank_multiple_of(backend: str, dtype: torch.dtype) -> int:
     """See AdapterPool: what the backend needs of lora ranks."""
-    if not isinstance(backend, GroupedBackend):
+    if backend != "grouped":
         return 0
     return RANK_MULTIPLE if dtype == torch.bfloat16 else 1
 
@@ -92,7 +151,7 @@ def attach_expert_layers(
     *,
     ep_rank: int,
     dispatcher: Dispatcher,
-    backend: ExpertBackend,
+    make: MakeExperts,
     current: CurrentStep,
     load: ExpertLoad,
     device: torch.device,
@@ -103,11 +162,10 @@ def attach_expert_layers(
         module = model.get_submodule(moe.module)
         layers[moe.layer] = ExpertLayer(
             layer=moe.layer,
-            weights=weights_of(module),
+            experts=make(module, moe.num_experts),
             scales_input=_traits_of(module).scales_input,
             physical=PhysicalExperts.make(placement, moe.layer, device, ep_rank=ep_rank),
             dispatcher=dispatcher,
-            backend=backend,
             current=current,
             counter=load.counter(moe.layer),
         )
@@ -188,8 +246,8 @@ def make_kv_cache(
         available = int((free - adapter_bytes) * _GPU_KV_CACHE_FRACTION)
     elif available == 0:
         available = _CPU_KV_CACHE_BYTES
-    # One slot more than the blocks hold stands for padding.
-    num_blocks = (available - block_bytes // settings.kv_block_size) // block_bytes
+    # Two slots more than the blocks hold: padding, and the spare one.
+    num_blocks = (available - 2 * block_bytes // settings.kv_block_size) // block_bytes
     if num_blocks < 1:
         raise InvalidArgumentError(
             f"{available} bytes are left for the key/value cache on {device}, but one block takes {block_bytes}; lower"
@@ -206,7 +264,7 @@ def _traits_of(module: nn.Module) -> ExpertsTraits:
     return traits
 
 
-def weights_of(module: nn.Module) -> ExpertWeights:
+def weights_of(module: nn.Module, num_routed_experts: int = 0) -> ExpertWeights:
     """The local slots' weights and activation of one of transformers' experts modules."""
     traits = _traits_of(module)
     parameters = {name: parameter.data for name, parameter in module.named_parameters()}
@@ -224,4 +282,25 @@ def weights_of(module: nn.Module) -> ExpertWeights:
         layout=traits.layout,
         gate_up_bias_eH=parameters.get(f"{traits.first_name}_bias"),
         down_bias_eD=parameters.get("down_proj_bias"),
+        num_routed_experts=num_routed_experts,
+        clamp=_clamp_of(module),
     )
+
+
+def _clamp_of(module: nn.Module) -> tuple[float, float] | None:
+    alpha, limit = getattr(module, "alpha", None), getattr(module, "limit", None)
+    if isinstance(alpha, int | float) and isinstance(limit, int | float):
+        return float(alpha), float(limit)
+    return None
+
+
+def _lay_out_by_rows(module: nn.Module) -> None:
+    """Stores transposed expert weights [e, in, out] by output row, as kernels read them; their shape stays.
+
+    Needs memory for one parameter more while it runs.
+    """
+    traits = _traits_of(module)
+    if traits.is_transposed:
+        for name in (traits.first_name, "down_proj"):
+            parameter = getattr(module, name)
+            parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)

@@ -21,6 +21,9 @@ class StepContext:
         num_tokens_per_rank: of all ranks.
         active: adapters by slot.
         device: where index tensors go.
+        pad_to: rows that every rank sends in a dispatch that pads; 0: as many as the fullest rank has.
+        fixed: adapter slots int32 [M], and int64 [1] how many of the M rows are tokens, in buffers that stay where
+            they are; M is this rank's entry of num_tokens_per_rank then. None: all rows are tokens.
     """
 
     def __init__(
@@ -30,10 +33,20 @@ class StepContext:
         num_tokens_per_rank: Sequence[int],
         active: Mapping[int, AdapterTensors],
         device: torch.device,
+        pad_to: int = 0,
+        fixed: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         self.num_tokens_per_rank = list(num_tokens_per_rank)
         self.active = active
-        self.adapter_slot_T = torch.tensor(adapter_slots, dtype=torch.int32, device=device)
+        self.pad_to = pad_to
+        if fixed is None:
+            self.adapter_slot_T = torch.tensor(adapter_slots, dtype=torch.int32, device=device)
+            self.is_token_T1: torch.Tensor | None = None
+        else:
+            self.adapter_slot_T, num_rows = fixed
+            rows = torch.arange(self.adapter_slot_T.shape[0], device=device)
+            self.is_token_T1 = (rows < num_rows).unsqueeze(1)
+            """bool [M, 1]; rows that are no tokens choose no expert."""
         self.routed_output: torch.Tensor | None = None
         """Output of the last experts layer, for calls that want it alone."""
         self.given_topk: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import threading
 from collections import Counter
+from collections.abc import Mapping
 
 from epilora.v1 import worker_service_pb2
 
@@ -30,8 +31,10 @@ class StepStatistics:
             if kind == "generate":
                 self._buckets[bisect.bisect_left(_BOUNDS, seconds)] += 1
 
-    def to_proto(self) -> worker_service_pb2.StepStatistics:
-        """As a message, with cumulative buckets."""
+    def to_proto(
+        self, *, num_expert_layers: Mapping[str, int], num_steps_by_form: Mapping[str, int]
+    ) -> worker_service_pb2.StepStatistics:
+        """As a message, with cumulative buckets; see there for the arguments."""
         with self._lock:
             cumulative, total = [], 0
             for count in self._buckets:
@@ -43,4 +46,6 @@ class StepStatistics:
                 num_tokens=dict(self._tokens),
                 bucket_bounds=_BOUNDS,
                 bucket_counts=cumulative,
+                num_expert_layers=num_expert_layers,
+                num_steps_by_form=num_steps_by_form,
             )

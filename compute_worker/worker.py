@@ -43,9 +43,8 @@ class Worker:
         self._instance_id = uuid.uuid4().hex
         placement = ExpertPlacement.make(settings.placement, self.model, group.num_ranks)
         self.runner = ModelRunner(settings, self.model, placement, group)
-        capacity = self.runner.num_kv_blocks * self.runner.kv_block_size
-        wanted = settings.max_sequence_length or self.model.max_position_embeddings
-        self.max_sequence_length = min(wanted, self.model.max_position_embeddings, capacity)
+        self.runner.warm_up()
+        self.max_sequence_length = self.runner.max_sequence_length
         self.loop = self._make_loop(on_failure)
         self._group_instance_id = _agree_on_id(group, self._instance_id, placement.placement_id)
 
@@ -105,7 +104,9 @@ class Worker:
             memory=self._memory(),
             num_adapter_slots=self.settings.num_adapter_slots,
             max_sequence_length=self.max_sequence_length,
-            steps=self.loop.statistics.to_proto(),
+            steps=self.loop.statistics.to_proto(
+                num_expert_layers=self.runner.num_expert_layers(), num_steps_by_form=self.runner.num_steps_by_form()
+            ),
             group_instance_id=self._group_instance_id,
             expert_load=[
                 worker_service_pb2.LocalExpertLoad(layer=layer, num_rows=rows)

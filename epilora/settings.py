@@ -73,8 +73,12 @@ class WorkerSettings(CommonSettings):
     """auto: cuda where a GPU is there."""
     load_format: Literal["safetensors", "random"] = "safetensors"
     """random: weights are drawn, not read (benchmarks; only config.json is needed)."""
-    expert_backend: Literal["auto", "loop", "grouped"] = "auto"
-    """loop: the plain reference, one expert after another; grouped: grouped matrix products. auto: grouped on a GPU."""
+    expert_backend: Literal["auto", "loop", "grouped", "triton"] = "auto"
+    """loop: the plain reference, one expert after another; grouped: grouped matrix products; triton: fused kernels of
+    experts and adapters (docs/kernels.md). auto: triton on a GPU, grouped where the kernels do not fit the model."""
+    decode_graphs: Literal["auto", "off"] = "auto"
+    """auto: steps in which every sequence has one token run as one CUDA graph, where expert_backend is triton and the
+    dispatch backend has fixed shapes (docs/kernels.md)."""
     dispatch_backend: Literal["auto", "local", "allgather_reducescatter", "all_to_all"] = "auto"
     """How rows travel to their experts: allgather_reducescatter sends each token to every rank, all_to_all only to the
     ranks of its experts. auto: local for one rank, allgather_reducescatter for several (docs/dispatch.md)."""

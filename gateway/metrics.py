@@ -142,6 +142,26 @@ class StateCollector(Collector):
                 buckets = list(zip(bounds, statistics.bucket_counts, strict=True))
                 times.add_metric([label], buckets, sum_value=statistics.seconds.get("generate", 0.0))
         yield from (steps, seconds, tokens, times)
+        yield from self._forms()
+
+    def _forms(self) -> Iterator[Metric]:
+        layers = CounterMetricFamily(
+            "epilora_expert_layers", "MoE layers computed, by expert backend.", labels=["ep_rank", "backend"]
+        )
+        forms = CounterMetricFamily(
+            "epilora_generate_steps",
+            "Generate steps by form: graph (a replayed CUDA graph), fixed (the same shapes, not captured yet), eager.",
+            labels=["ep_rank", "form"],
+        )
+        for rank in self._group.ranks:
+            if rank.info is not None:
+                for family, values in (
+                    (layers, rank.info.steps.num_expert_layers),
+                    (forms, rank.info.steps.num_steps_by_form),
+                ):
+                    for kind, value in sorted(values.items()):
+                        family.add_metric([str(rank.ep_rank), kind], value)
+        yield from (layers, forms)
 
     def _expert_rows(self) -> Iterator[Metric]:
         rows = CounterMetricFamily(

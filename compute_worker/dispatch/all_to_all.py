@@ -45,6 +45,7 @@ class AllToAllDispatcher:
     """
 
     same_arrivals_every_layer = False
+    has_fixed_shapes = False
 
     def __init__(self, group: EPGroup) -> None:
         self._group = group
@@ -60,6 +61,7 @@ class AllToAllDispatcher:
         *,
         rank_offsets: Sequence[int],
         num_tokens_per_rank: Sequence[int],
+        pad_to: int = 0,
     ) -> tuple[ArrivedTokens, AllToAllHandle]:
         """See Dispatcher.dispatch. N = tokens of all ranks."""
         group, device = self._group, x_TD.device

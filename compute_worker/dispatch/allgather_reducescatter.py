@@ -24,6 +24,7 @@ class AllGatherDispatcher:
     """See the module. Works over NCCL and gloo; combine adds the ranks' parts in an order that never changes."""
 
     same_arrivals_every_layer = True
+    has_fixed_shapes = True
 
     def __init__(self, group: EPGroup) -> None:
         self._group = group
@@ -37,10 +38,12 @@ class AllGatherDispatcher:
         *,
         rank_offsets: Sequence[int],
         num_tokens_per_rank: Sequence[int],
+        pad_to: int = 0,
     ) -> tuple[ArrivedTokens, CombineHandle]:
-        """See Dispatcher.dispatch. N = G * tokens of the fullest rank."""
+        """See Dispatcher.dispatch. N = G * pad_to, or G * tokens of the fullest rank."""
         group = self._group
-        num_tokens, max_tokens = x_TD.shape[0], max(num_tokens_per_rank)
+        num_tokens, max_tokens = x_TD.shape[0], pad_to or max(num_tokens_per_rank)
+        assert max_tokens >= max(num_tokens_per_rank), (pad_to, num_tokens_per_rank)
         assert num_tokens == num_tokens_per_rank[group.ep_rank], (num_tokens, num_tokens_per_rank, group.ep_rank)
         layout, send = pack_tokens(x_TD, weight_TK, expert_TK, extras, num_rows=max_tokens)
         received = torch.empty((group.num_ranks * max_tokens, layout.row_bytes), dtype=torch.uint8, device=x_TD.device)

@@ -44,6 +44,8 @@ class Dispatcher(Protocol):
 
     same_arrivals_every_layer: bool
     """True if the same tokens arrive on this rank, in the same order, at every layer of a step."""
+    has_fixed_shapes: bool
+    """True if launches depend on nothing but the shapes of the arguments, so that a graph can replay them."""
 
     def dispatch(
         self,
@@ -54,6 +56,7 @@ class Dispatcher(Protocol):
         *,
         rank_offsets: Sequence[int],
         num_tokens_per_rank: Sequence[int],
+        pad_to: int = 0,
     ) -> tuple[ArrivedTokens, CombineHandle]:
         """Sends each token to the ranks of its experts.
 
@@ -64,6 +67,8 @@ class Dispatcher(Protocol):
             extras: int32 [T] tensors that travel along.
             rank_offsets: first physical expert of each rank of the placement, then their number.
             num_tokens_per_rank: T of every rank, agreed before.
+            pad_to: rows of each rank, agreed before, where a backend sends as many rows from every rank; 0: the most
+                that a rank has.
         """
         ...
 

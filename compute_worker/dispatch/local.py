@@ -13,6 +13,7 @@ class LocalDispatcher:
     """The backend of a group of one rank."""
 
     same_arrivals_every_layer = True
+    has_fixed_shapes = True
 
     def dispatch(
         self,
@@ -23,6 +24,7 @@ class LocalDispatcher:
         *,
         rank_offsets: Sequence[int],
         num_tokens_per_rank: Sequence[int],
+        pad_to: int = 0,
     ) -> tuple[ArrivedTokens, CombineHandle]:
         """See Dispatcher.dispatch."""
         num_tokens = x_TD.shape[0]

@@ -45,6 +45,8 @@ class SequenceParallelDispatcher:
         self._num_parts = num_parts
         self._part = part
         self.same_arrivals_every_layer = inner.same_arrivals_every_layer
+        # Padding would have to be agreed for parts instead of ranks.
+        self.has_fixed_shapes = False
 
     def dispatch(
         self,
@@ -55,6 +57,7 @@ class SequenceParallelDispatcher:
         *,
         rank_offsets: Sequence[int],
         num_tokens_per_rank: Sequence[int],
+        pad_to: int = 0,
     ) -> tuple[ArrivedTokens, SequenceParallelHandle]:
         """See Dispatcher.dispatch."""
         count, num_tokens = self._num_parts, x_TD.shape[0]

@@ -99,8 +99,8 @@ def activation_kernel(gate_up_ptr, act_ptr, s_ptr, route, table, num_experts, sl
                                      other=0.0)  # fmt: skip
                     b_up = tl.load(b_up_row + f[:, None] * up_stride, mask=f_mask[:, None] & r_up[None, :], other=0.0)
                     gate, up = _load_gate_up(gate_up_ptr, pos, f, mask, F, GATED, INTERLEAVED)
-                    gate = tl.dot(s_gate, tl.trans(b_gate), gate)
-                    up = tl.dot(s_up, tl.trans(b_up), up)
+                    gate = tl.dot(s_gate, tl.trans(b_gate), gate, input_precision="ieee")
+                    up = tl.dot(s_up, tl.trans(b_up), up, input_precision="ieee")
                     out = activate(gate, up, alpha, limit, ACTIVATION).to(dtype)
                     tl.store(act_ptr + pos[:, None] * F + f[None, :], out, mask=mask)
             else:

@@ -45,6 +45,11 @@ class TablePointers(NamedTuple):
     scale: torch.Tensor
 
 
+def _check_max_rank(max_lora_rank: int) -> None:
+    if not 1 <= max_lora_rank <= 512:
+        raise ValueError(f"max_lora_rank must be 1..512, got {max_lora_rank}")
+
+
 def _columns(name: str) -> tuple[int, ...]:
     """Table columns that a projection fills. Example: "gate_up" -> (0, 1), "down" -> (2,)."""
     return tuple(PROJECTIONS.index(column) for column in (("gate", "up") if name == "gate_up" else (name,)))
@@ -66,8 +71,7 @@ class AdapterTable:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        if not 1 <= max_lora_rank <= 512:
-            raise ValueError(f"max_lora_rank must be 1..512, got {max_lora_rank}")
+        _check_max_rank(max_lora_rank)
         self.num_slots, self.num_experts = num_slots, num_experts
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.max_lora_rank, self.gated, self.interleaved, self.dtype = max_lora_rank, gated, interleaved, dtype
@@ -101,6 +105,15 @@ class AdapterTable:
             for c in _columns(name):
                 self.pointers.scale[adapter_slot, :, c].copy_(piece.scale)
         self._owned[adapter_slot] = dict(adapter)
+
+    def raise_max_lora_rank(self, max_lora_rank: int) -> None:
+        """Accept ranks up to this from now on.
+
+        Launch shapes follow the limit: a graph captured before must be captured again, before a slot gets a rank
+        over the limit that it was captured with.
+        """
+        _check_max_rank(max_lora_rank)
+        self.max_lora_rank = max(self.max_lora_rank, max_lora_rank)
 
     def clear_slot(self, adapter_slot: int) -> None:
         """Make the slot an adapter without any pair; its rows then cost and change nothing."""

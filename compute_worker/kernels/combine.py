@@ -118,7 +118,8 @@ def expand_down_kernel(y_row_ptr, s_ptr, route, table, num_experts, slots_1, s_s
                     b_DR = tl.load(b_row + d[:, None] * stride, mask=(d < D)[:, None] & r_mask[None, :], other=0.0)
                     y_ptrs = y_row_ptr + pos[:, None] * D + d[None, :]
                     mask = row_mask[:, None] & (d < D)[None, :]
-                    y = tl.dot(s, tl.trans(b_DR), tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32))
+                    y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+                    y = tl.dot(s, tl.trans(b_DR), y, input_precision="ieee")
                     tl.store(y_ptrs, y.to(dtype), mask=mask)
         else:
             for d0 in range(first, last, BLOCK_D):

@@ -136,6 +136,19 @@ def _tuned(device_name: str) -> dict[str, dict[str, MoEConfig]]:
 
 def choose_config(weights: MoEWeights, *, num_tokens: int, top_k: int, device_name: str) -> MoEConfig:
     """The tuned configuration of (shape, token bucket) on this GPU, or else, for a shape nobody tuned, the rule's."""
+    config = _sixteen_bit_config(weights, num_tokens=num_tokens, top_k=top_k, device_name=device_name)
+    if weights.gate_up_eND.element_size() <= 2:
+        return config
+    # Tuned for elements of 2 bytes; the same bytes in flight, so that they fit where those did.
+    return dataclasses.replace(
+        config,
+        shrink_block_k=config.shrink_block_k // 2,
+        gate_up=dataclasses.replace(config.gate_up, block_k=config.gate_up.block_k // 2),
+        down=dataclasses.replace(config.down, block_k=config.down.block_k // 2),
+    )
+
+
+def _sixteen_bit_config(weights: MoEWeights, *, num_tokens: int, top_k: int, device_name: str) -> MoEConfig:
     buckets = _tuned(device_name).get(shape_key(weights, top_k), {})
     if buckets:
         # Buckets between tuned ones take the nearest, the larger of two equally near.

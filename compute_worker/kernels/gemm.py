@@ -67,7 +67,7 @@ def _column_step(acc, lora_rank, address, b_step, site, r0, bin_c, rows_bin, row
     s_ptrs = s_ptr + s_row.to(tl.int64) * s_stride + rank_c[None, :]
     s_ptrs = tl.max_contiguous(tl.multiple_of(s_ptrs, [1, 16]), [1, 8])
     s_MC = tl.load(s_ptrs, mask=tl.max_constancy(own, [1, 8]), other=0.0)
-    return tl.dot(s_MC, tl.trans(b_NC), acc)
+    return tl.dot(s_MC, tl.trans(b_NC), acc, input_precision="ieee")
 
 
 @triton.jit
@@ -134,12 +134,13 @@ def _add_deltas(acc, start, count, expert, n, n_mask, s_ptr, route, table, num_e
 
 
 @triton.jit(do_not_specialize=["num_shrink", "num_experts", "slots_1", "num_rows"])
-def expert_gemm_kernel(x_ptr, w, out_ptr, s_ptr, route, table, num_shrink, num_experts, slots_1, num_rows, s_stride,
-                       N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, SHRINK_PROJ: tl.constexpr,
-                       NUM_PROJ: tl.constexpr, EXPAND_PROJ: tl.constexpr, BLOCK_M: tl.constexpr,
-                       BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr,
-                       USE_TMA: tl.constexpr, N_FASTEST: tl.constexpr, PAIR_BLOCK_M: tl.constexpr,
-                       SHRINK_BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def expert_gemm_kernel(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, num_shrink, num_experts, slots_1, num_rows,
+                       s_stride, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, SHRINK_PROJ: tl.constexpr,
+                       NUM_PROJ: tl.constexpr, EXPAND_PROJ: tl.constexpr, HAS_BIAS: tl.constexpr,
+                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+                       SWAP: tl.constexpr, USE_TMA: tl.constexpr, N_FASTEST: tl.constexpr,
+                       PAIR_BLOCK_M: tl.constexpr, SHRINK_BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+                       PDL: tl.constexpr):  # fmt: skip
     """One program: a shrink tile if its id is below num_shrink, else one BLOCK_M x BLOCK_N base tile.
 
     NUM_PROJ: shrink columns, from SHRINK_PROJ on (0: none). EXPAND_PROJ: table column whose delta the epilogue adds
@@ -182,11 +183,13 @@ def expert_gemm_kernel(x_ptr, w, out_ptr, s_ptr, route, table, num_shrink, num_e
                 else:
                     w_NK = tl.load(w_ptrs + k0, mask=n_mask[:, None] & ((k0 + k)[None, :] < K), other=0.0)
                 if SWAP:
-                    acc = tl.dot(w_NK, tl.trans(x), acc)
+                    acc = tl.dot(w_NK, tl.trans(x), acc, input_precision="ieee")
                 else:
-                    acc = tl.dot(x, tl.trans(w_NK), acc)
+                    acc = tl.dot(x, tl.trans(w_NK), acc, input_precision="ieee")
             if SWAP:
                 acc = tl.trans(acc)
+            if HAS_BIAS:
+                acc += tl.load(bias_ptr + expert.to(tl.int64) * N + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
             if EXPAND_PROJ >= 0:
                 acc = _add_deltas(acc, start, count, expert, n, n_mask, s_ptr, route, table, num_experts, slots_1,
                                   num_rows, s_stride, 1, EXPAND_PROJ, EXPAND_PROJ, BLOCK_M, BLOCK_R,
@@ -196,11 +199,12 @@ def expert_gemm_kernel(x_ptr, w, out_ptr, s_ptr, route, table, num_shrink, num_e
 
 
 @triton.jit(do_not_specialize=["num_experts", "slots_1", "num_rows"])
-def gate_up_act_kernel(x_ptr, w, act_ptr, s_ptr, route, table, num_experts, slots_1, num_rows, s_stride, alpha, limit,
-                       F: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, INTERLEAVED: tl.constexpr,
-                       ACTIVATION: tl.constexpr, HAS_LORA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
-                       BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_TMA: tl.constexpr,
-                       N_FASTEST: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def gate_up_act_kernel(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, num_experts, slots_1, num_rows, s_stride,
+                       alpha, limit, F: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, INTERLEAVED: tl.constexpr,
+                       ACTIVATION: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
+                       BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+                       USE_TMA: tl.constexpr, N_FASTEST: tl.constexpr, BLOCK_R: tl.constexpr,
+                       PDL: tl.constexpr):  # fmt: skip
     """act[pos] = activation(gate, up) of one BLOCK_M x BLOCK_F tile; gate and up never reach memory."""
     wait_for_previous(PDL)
     valid, tile, f_block = _base_tile(route, tl.program_id(0), (F + BLOCK_F - 1) // BLOCK_F, N_FASTEST)
@@ -238,8 +242,12 @@ def gate_up_act_kernel(x_ptr, w, act_ptr, s_ptr, route, table, num_experts, slot
                 w_mask = f_mask[:, None] & ((k0 + k)[None, :] < K)
                 w_gate = tl.load(gate_ptrs + k0, mask=w_mask, other=0.0)
                 w_up = tl.load(up_ptrs + k0, mask=w_mask, other=0.0)
-            gate = tl.dot(x, tl.trans(w_gate), gate)
-            up = tl.dot(x, tl.trans(w_up), up)
+            gate = tl.dot(x, tl.trans(w_gate), gate, input_precision="ieee")
+            up = tl.dot(x, tl.trans(w_up), up, input_precision="ieee")
+        if HAS_BIAS:
+            bias_row = bias_ptr + expert.to(tl.int64) * (2 * F)
+            gate += tl.load(bias_row + gate_row, mask=f_mask, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias_row + up_row, mask=f_mask, other=0.0).to(tl.float32)[None, :]
         if HAS_LORA:
             B_STEP: tl.constexpr = 2 if INTERLEAVED else 1
             gate = _add_deltas(gate, start, count, expert, f, f_mask, s_ptr, route, table, num_experts, slots_1,

@@ -42,6 +42,10 @@ class MoEWeights:
     num_routed_experts: int | None = None
     """Experts that the router chooses among, more than e under expert parallelism (None: e). Tile shapes are chosen by
     the rows that an expert can expect."""
+    gate_up_bias_eN: torch.Tensor | None = None
+    """[e, 2F] (gated, in the order of the weights' rows) or [e, F], added before the activation; same dtype, device."""
+    down_bias_eD: torch.Tensor | None = None
+    """[e, D], added to each expert's output before the weighted sum; same dtype and device."""
     swiglu_alpha: float = 1.702
     """Only CLAMPED_SWIGLU: the factor inside the sigmoid."""
     swiglu_limit: float = 7.0
@@ -63,6 +67,20 @@ class MoEWeights:
             )
         if not (self.gate_up_eND.is_contiguous() and self.down_eDF.is_contiguous()):
             raise ValueError("expert weights must be contiguous")
+        self._check_bias("gate_up", self.gate_up_bias_eN, (e, n))
+        self._check_bias("down", self.down_bias_eD, (e, d))
+
+    def _check_bias(self, name: str, bias: torch.Tensor | None, shape: tuple[int, int]) -> None:
+        if bias is None:
+            return
+        like = self.gate_up_eND
+        if tuple(bias.shape) != shape or bias.dtype != like.dtype or bias.device != like.device:
+            raise ValueError(
+                f"{name} bias: expected {shape} of {like.dtype} on {like.device}, "
+                f"got {tuple(bias.shape)} of {bias.dtype} on {bias.device}"
+            )
+        if not bias.is_contiguous():
+            raise ValueError(f"{name} bias must be contiguous")
 
     @property
     def num_experts(self) -> int:

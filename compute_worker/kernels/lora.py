@@ -34,7 +34,7 @@ def _expand_loop(acc, s_ptrs, row_mask, b, b_row, b_step, n_mask, lora_rank, BLO
         s = tl.load(s_ptrs[:, None] + (r0 + r)[None, :], mask=row_mask[:, None] & r_mask[None, :], other=0.0)
         b_ptrs = b + b_row[:, None] * (b_step * lora_rank) + (r0 + r)[None, :]
         b_NR = tl.load(b_ptrs, mask=n_mask[:, None] & r_mask[None, :], other=0.0)
-        acc = tl.dot(s, tl.trans(b_NR), acc)
+        acc = tl.dot(s, tl.trans(b_NR), acc, input_precision="ieee")
     return acc
 
 
@@ -76,7 +76,7 @@ def shrink(x_ptrs, row_mask, s_ptrs, a_address, lora_rank, scale, K: tl.constexp
                 k_mask = (k0 + k)[None, :] < K
                 x = tl.load(x_ptrs[:, None] + (k0 + k)[None, :], mask=row_mask[:, None] & k_mask, other=0.0)
                 a_RK = tl.load(a + (r0 + r)[:, None] * K + (k0 + k)[None, :], mask=r_mask[:, None] & k_mask, other=0.0)
-            acc = tl.dot(x, tl.trans(a_RK), acc)
+            acc = tl.dot(x, tl.trans(a_RK), acc, input_precision="ieee")
         tl.store(s_ptrs[:, None] + (r0 + r)[None, :], (acc * scale).to(DTYPE), mask=row_mask[:, None] & r_mask[None, :])
 
 

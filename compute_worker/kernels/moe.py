@@ -126,7 +126,9 @@ def _gate_up_split(step: _Step, top_k: int) -> torch.Tensor:
     first_proj, num_proj = (0, 2) if gated else (1, 1)
     # Without a gate the only column is `up`; its shrink result then takes the place of the second site.
     s_gemm = s if gated or table is None else s[1]
-    _gemm(step, step.x_TD, w.gate_up_eND, gate_up, s_gemm, config.gate_up, top_k, first_proj, num_proj)
+    _gemm(
+        step, step.x_TD, w.gate_up_eND, w.gate_up_bias_eN, gate_up, s_gemm, config.gate_up, top_k, first_proj, num_proj
+    )
     act = step.empty(step.num_rows, f)
     activation_kernel[(triton.cdiv(f, config.block_f * config.span), step.pair_tiles)](
         gate_up, act, s, step.route, step.pointers, w.num_experts, step.slots_1, step.num_rows, step.s_stride,
@@ -150,11 +152,12 @@ def _gate_up_fused(step: _Step, top_k: int) -> torch.Tensor:
     act = step.empty(step.num_rows, f)
     tma = tile.tma and not w.interleaved and f % tile.block_n == 0
     gate_up_act_kernel[(step.base_tiles * triton.cdiv(f, tile.block_n),)](
-        step.x_TD, _weight(w.gate_up_eND, tile, tma), act, s, step.route, step.pointers, w.num_experts, step.slots_1,
-        step.num_rows, step.s_stride, w.swiglu_alpha, w.swiglu_limit, F=f, K=d, TOP_K=top_k,
-        INTERLEAVED=w.interleaved, ACTIVATION=int(w.activation), HAS_LORA=step.table is not None,
-        BLOCK_M=config.block_m, BLOCK_F=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages, USE_TMA=tma,
-        N_FASTEST=tile.n_fastest, BLOCK_R=step.block_r, num_warps=tile.num_warps, **step.pdl,
+        step.x_TD, _weight(w.gate_up_eND, tile, tma), _bias(w.gate_up_bias_eN, act), act, s, step.route,
+        step.pointers, w.num_experts, step.slots_1, step.num_rows, step.s_stride, w.swiglu_alpha, w.swiglu_limit,
+        F=f, K=d, TOP_K=top_k, INTERLEAVED=w.interleaved, ACTIVATION=int(w.activation),
+        HAS_LORA=step.table is not None, HAS_BIAS=w.gate_up_bias_eN is not None, BLOCK_M=config.block_m,
+        BLOCK_F=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages, USE_TMA=tma, N_FASTEST=tile.n_fastest,
+        BLOCK_R=step.block_r, num_warps=tile.num_warps, **step.pdl,
     )  # fmt: skip
     return act
 
@@ -165,12 +168,12 @@ def _down(step: _Step, act_nF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     y = step.empty(step.num_rows, w.hidden_size)
     s = step.shrunk(1)
     if step.table is None:
-        _gemm(step, act_nF, w.down_eDF, y, s, config.down, 0, 2, 0)
+        _gemm(step, act_nF, w.down_eDF, w.down_bias_eD, y, s, config.down, 0, 2, 0)
     elif config.expand_down == "epilogue":
         _shrink(step, act_nF, s, 0, 2, 1)
-        _gemm(step, act_nF, w.down_eDF, y, s, config.down, 0, 2, 0, expand_proj=2)
+        _gemm(step, act_nF, w.down_eDF, w.down_bias_eD, y, s, config.down, 0, 2, 0, expand_proj=2)
     else:
-        _gemm(step, act_nF, w.down_eDF, y, s, config.down, 0, 2, 1)
+        _gemm(step, act_nF, w.down_eDF, w.down_bias_eD, y, s, config.down, 0, 2, 1)
         if config.expand_down == "grouped":
             block_d = min(128, triton.next_power_of_2(w.hidden_size))
             expand_down_kernel[(triton.cdiv(w.hidden_size, block_d * config.span), step.pair_tiles)](
@@ -200,6 +203,7 @@ def _gemm(
     step: _Step,
     x: torch.Tensor,
     weight_eNK: torch.Tensor,
+    bias_eN: torch.Tensor | None,
     out: torch.Tensor,
     s: torch.Tensor,
     tile: GemmTile,
@@ -214,12 +218,12 @@ def _gemm(
     num_shrink = step.pair_tiles * num_proj
     tma = tile.tma and n % tile.block_n == 0
     expert_gemm_kernel[(num_shrink + step.base_tiles * triton.cdiv(n, tile.block_n),)](
-        x, _weight(weight_eNK, tile, tma), out, s, step.route, step.pointers, num_shrink, step.weights.num_experts,
-        step.slots_1, step.num_rows, step.s_stride, N=n, K=k, TOP_K=top_k, SHRINK_PROJ=shrink_proj, NUM_PROJ=num_proj,
-        EXPAND_PROJ=expand_proj, BLOCK_M=step.config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        STAGES=tile.num_stages, SWAP=tile.swap, USE_TMA=tma, N_FASTEST=tile.n_fastest,
-        PAIR_BLOCK_M=step.config.pair_block_m, SHRINK_BLOCK_K=step.config.shrink_block_k, BLOCK_R=step.block_r,
-        num_warps=tile.num_warps, **step.pdl,
+        x, _weight(weight_eNK, tile, tma), _bias(bias_eN, out), out, s, step.route, step.pointers, num_shrink,
+        step.weights.num_experts, step.slots_1, step.num_rows, step.s_stride, N=n, K=k, TOP_K=top_k,
+        SHRINK_PROJ=shrink_proj, NUM_PROJ=num_proj, EXPAND_PROJ=expand_proj, HAS_BIAS=bias_eN is not None,
+        BLOCK_M=step.config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages,
+        SWAP=tile.swap, USE_TMA=tma, N_FASTEST=tile.n_fastest, PAIR_BLOCK_M=step.config.pair_block_m,
+        SHRINK_BLOCK_K=step.config.shrink_block_k, BLOCK_R=step.block_r, num_warps=tile.num_warps, **step.pdl,
     )  # fmt: skip
 
 
@@ -237,6 +241,11 @@ def _weight(weight_eNK: torch.Tensor, tile: GemmTile, tma: bool) -> Any:
         return weight_eNK
     e, n, k = weight_eNK.shape
     return TensorDescriptor(weight_eNK, [e * n, k], [k, 1], [tile.block_n, tile.block_k])
+
+
+def _bias(bias_eN: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    """The bias; another tensor stands in where no kernel reads it."""
+    return other if bias_eN is None else bias_eN
 
 
 @cache

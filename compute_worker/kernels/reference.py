@@ -29,15 +29,17 @@ def lora_delta(x_MI: torch.Tensor, piece: ProjectionSlice | None, expert: int) -
     return scale * ((x_MI.float() @ a.T) @ b.T)
 
 
-def activate(gate_MF: torch.Tensor, up_MF: torch.Tensor, weights: MoEWeights) -> torch.Tensor:
-    """The activation in fp32; activations without a gate ignore gate_MF."""
-    if weights.activation == Activation.SILU_GATED:
+def activate(
+    gate_MF: torch.Tensor, up_MF: torch.Tensor, activation: Activation, *, alpha: float, limit: float
+) -> torch.Tensor:
+    """The activation in fp32; activations without a gate ignore gate_MF. alpha, limit: see MoEWeights."""
+    if activation == Activation.SILU_GATED:
         return F.silu(gate_MF) * up_MF
-    if weights.activation == Activation.CLAMPED_SWIGLU:
-        gate = gate_MF.clamp(max=weights.swiglu_limit)
-        up = up_MF.clamp(-weights.swiglu_limit, weights.swiglu_limit)
-        return (up + 1) * gate * torch.sigmoid(weights.swiglu_alpha * gate)
-    return F.silu(up_MF) if weights.activation == Activation.SILU else F.relu(up_MF).square()
+    if activation == Activation.CLAMPED_SWIGLU:
+        gate = gate_MF.clamp(max=limit)
+        up = up_MF.clamp(-limit, limit)
+        return (up + 1) * gate * torch.sigmoid(alpha * gate)
+    return F.silu(up_MF) if activation == Activation.SILU else F.relu(up_MF).square()
 
 
 def _split(gate_up: torch.Tensor, weights: MoEWeights) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,6 +56,8 @@ def _expert_rows(
 ) -> torch.Tensor:
     """y [M, D] fp32 of rows that all chose one local expert."""
     gate_up = x_MD.float() @ weights.gate_up_eND[expert].float().T
+    if weights.gate_up_bias_eN is not None:
+        gate_up = gate_up + weights.gate_up_bias_eN[expert].float()
     present = [(int(s), slot_M == s) for s in set(slot_M.tolist()) if int(s) in adapters]
     for slot, mask in present:
         gate_up[mask] += lora_delta(x_MD[mask], adapters[slot].get("gate_up"), expert)
@@ -61,8 +65,10 @@ def _expert_rows(
     for slot, mask in present:
         gate[mask] += lora_delta(x_MD[mask], adapters[slot].get("gate"), expert)
         up[mask] += lora_delta(x_MD[mask], adapters[slot].get("up"), expert)
-    act = activate(gate, up, weights)
+    act = activate(gate, up, weights.activation, alpha=weights.swiglu_alpha, limit=weights.swiglu_limit)
     y = act @ weights.down_eDF[expert].float().T
+    if weights.down_bias_eD is not None:
+        y = y + weights.down_bias_eD[expert].float()
     for slot, mask in present:
         y[mask] += lora_delta(act[mask], adapters[slot].get("down"), expert)
     return y

@@ -50,7 +50,7 @@ class LocalExpertLoad(_message.Message):
     def __init__(self, layer: _Optional[int] = ..., num_rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepStatistics(_message.Message):
-    __slots__ = ("num_steps", "seconds", "num_tokens", "bucket_bounds", "bucket_counts")
+    __slots__ = ("num_steps", "seconds", "num_tokens", "bucket_bounds", "bucket_counts", "num_expert_layers", "num_steps_by_form")
     class NumStepsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -72,17 +72,35 @@ class StepStatistics(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class NumExpertLayersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class NumStepsByFormEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BUCKET_BOUNDS_FIELD_NUMBER: _ClassVar[int]
     BUCKET_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERT_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_BY_FORM_FIELD_NUMBER: _ClassVar[int]
     num_steps: _containers.ScalarMap[str, int]
     seconds: _containers.ScalarMap[str, float]
     num_tokens: _containers.ScalarMap[str, int]
     bucket_bounds: _containers.RepeatedScalarFieldContainer[float]
     bucket_counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, num_steps: _Optional[_Mapping[str, int]] = ..., seconds: _Optional[_Mapping[str, float]] = ..., num_tokens: _Optional[_Mapping[str, int]] = ..., bucket_bounds: _Optional[_Iterable[float]] = ..., bucket_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    num_expert_layers: _containers.ScalarMap[str, int]
+    num_steps_by_form: _containers.ScalarMap[str, int]
+    def __init__(self, num_steps: _Optional[_Mapping[str, int]] = ..., seconds: _Optional[_Mapping[str, float]] = ..., num_tokens: _Optional[_Mapping[str, int]] = ..., bucket_bounds: _Optional[_Iterable[float]] = ..., bucket_counts: _Optional[_Iterable[int]] = ..., num_expert_layers: _Optional[_Mapping[str, int]] = ..., num_steps_by_form: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class StageAdapterRequest(_message.Message):
     __slots__ = ("name", "generation", "slice")

@@ -9,7 +9,8 @@
 4. Every prompt goes to the base model and to both adapters, all at once.
 5. Tokens must be equal and logits, at every position of prompt and answer, within 1e-4. Served in bf16, whose rounding
    sends a token to another expert now and then, the tokens must be equal and the logits of the median position within
-   3 % of PEFT's fp32 ones by norm. Exit status 0 only then.
+   3 % of PEFT's fp32 ones by norm. On a GPU every expert layer must have been computed by the fused kernels, and decode
+   steps by replayed graphs. Exit status 0 only then.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import asyncio
 import shutil
 import sys
 import tempfile
+import time
+import urllib.request
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +30,7 @@ import grpc.aio
 import numpy as np
 import torch
 from peft import PeftModel
+from prometheus_client.parser import text_string_to_metric_families
 from prompts import MAX_TOKENS, PROMPTS, Answer, answer_greedily
 from rich.console import Console
 from rich.table import Table
@@ -49,6 +54,8 @@ MAX_DIFFERENCE = 1e-4
 MAX_BFLOAT16_ERROR = 0.03
 LOAD_SECONDS = 60.0
 GENERATE_SECONDS = 120.0
+METRICS_SECONDS = 10.0
+REPORT_SECONDS = 1.5
 BASE = ""
 
 
@@ -200,6 +207,27 @@ def print_table(comparisons: list[Comparison], console: Console) -> None:
     console.print(table)
 
 
+def what_computed(metrics: str) -> tuple[Counter[str], Counter[str]]:
+    """Expert layers by backend, and generate steps by form, of all ranks, from the metrics at host:port."""
+    counts: dict[str, Counter[str]] = {"epilora_expert_layers": Counter(), "epilora_generate_steps": Counter()}
+    with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=METRICS_SECONDS) as response:
+        text = response.read().decode()
+    for family in text_string_to_metric_families(text):
+        if family.name in counts:
+            for sample in family.samples:
+                kind = sample.labels.get("backend") or sample.labels["form"]
+                counts[family.name][kind] += int(sample.value)
+    return counts["epilora_expert_layers"], counts["epilora_generate_steps"]
+
+
+def missing_kernels(layers: Counter[str], steps: Counter[str]) -> str:
+    """What of a GPU's fast paths was not used; empty if nothing."""
+    reference = {backend: count for backend, count in layers.items() if backend != "triton" and count}
+    if reference or not layers["triton"]:
+        return f"expert layers were computed by {reference or 'nothing'}, expected the fused kernels alone"
+    return "" if steps["graph"] else f"no decode step was a replayed graph; steps by form: {dict(steps)}"
+
+
 def default_num_ranks() -> int:
     """2, or as many as there are GPUs if that is fewer."""
     return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
@@ -228,9 +256,17 @@ def main() -> int:
     ) as service:
         console.print(f"  listening on {service.address}, metrics on http://{service.metrics}/metrics")
         comparisons = asyncio.run(compare(service.address, sources, expected, dtype, console))
+        # Ranks report once a probe interval.
+        time.sleep(REPORT_SECONDS)
+        layers, steps = what_computed(service.metrics)
     console.print(f"[bold]4[/] {len(comparisons)} requests at once")
     print_table(comparisons, console)
+    console.print(f"expert layers by backend {dict(layers)}, generate steps by form {dict(steps)}")
 
+    missing = missing_kernels(layers, steps) if torch.cuda.is_available() else ""
+    if missing:
+        console.print(f"[bold red]{missing}[/]; see {directory}")
+        return 1
     num_wrong = sum(not comparison.agrees for comparison in comparisons)
     if num_wrong:
         console.print(f"[bold red]{num_wrong} of {len(comparisons)} answers differ from PEFT's[/]; see {directory}")

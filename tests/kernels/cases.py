@@ -22,6 +22,7 @@ class Shape:
     intermediate_size: int = 32
     activation: Activation = Activation.SILU_GATED
     interleaved: bool = False
+    biased: bool = False
 
 
 def make_weights(shape: Shape, seed: int = 0, dtype: torch.dtype = DTYPE) -> MoEWeights:
@@ -33,6 +34,8 @@ def make_weights(shape: Shape, seed: int = 0, dtype: torch.dtype = DTYPE) -> MoE
         down_eDF=(torch.randn(e, d, f, generator=g) / f**0.5).to(DEVICE, dtype),
         interleaved=shape.interleaved,
         activation=shape.activation,
+        gate_up_bias_eN=torch.randn(e, n, generator=g).to(DEVICE, dtype) if shape.biased else None,
+        down_bias_eD=torch.randn(e, d, generator=g).to(DEVICE, dtype) if shape.biased else None,
     )
 
 

@@ -124,8 +124,9 @@ def test_only_remote_rows_and_zero_tokens():
 
 @pytest.mark.parametrize("name", ["split", "fused"])
 @pytest.mark.parametrize("activation", list(Activation))
-def test_activations_and_interleaved_rows(name, activation):
-    shape = Shape(activation=activation, interleaved=activation == Activation.CLAMPED_SWIGLU)
+def test_activations_interleaved_rows_and_biases(name, activation):
+    unusual = activation in (Activation.CLAMPED_SWIGLU, Activation.RELU2)
+    shape = Shape(activation=activation, interleaved=activation == Activation.CLAMPED_SWIGLU, biased=unusual)
     batch = make_batch(shape, 5, [0, 1, -1])
     ranks = SHARED_A if activation.gated else {"up": [8, 1, 16, 3], "down": [16, 3, 8, 1]}
     separate = {"gate": [4] * 4, "up": [8] * 4} if activation.gated else {"up": [3] * 4}

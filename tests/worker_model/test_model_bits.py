@@ -21,6 +21,7 @@ from compute_worker.dispatch.base import ArrivedTokens
 from compute_worker.experts_base import AdapterTokens, ExpertBackend, ExpertWeights
 from compute_worker.experts_grouped import GroupedBackend
 from compute_worker.experts_loop import BLOCK_ROWS, LoopBackend, rows_are_independent
+from compute_worker.experts_torch import TorchLayerExperts
 from epilora.model_spec import GateUpLayout
 
 
@@ -52,8 +53,9 @@ def test_base_rows_keep_their_bits(size: str, backend: str, dtype: str, tmp_path
     for slot in range(2):
         adapter = random_adapter(rank.spec, slot + 1, rank_of={"gate_up": 3, "down": 3})
         rank.add_adapter(adapter, slot=slot, work=tmp_path)
-    recorder = RecordingBackend(rank.runner._layers[1]._backend)
-    rank.runner._layers[1]._backend = recorder
+    experts = rank.runner._layers[1].experts
+    assert isinstance(experts, TorchLayerExperts)
+    experts.backend = recorder = RecordingBackend(experts.backend)
     slots = [-1, 0, 1, -1, 0]
     prompts = [Prompt(tokens=prompt_tokens(seed, 6 + seed), slot=slot) for seed, slot in enumerate(slots)]
     plain = [Prompt(tokens=prompt.tokens) for prompt in prompts]

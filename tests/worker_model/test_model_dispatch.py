@@ -27,6 +27,7 @@ from compute_worker.expert_load import ExpertLoad
 from compute_worker.expert_shard import WHOLE, ExpertShard
 from compute_worker.experts_base import ExpertWeights, LoraPair
 from compute_worker.experts_loop import LoopBackend
+from compute_worker.experts_torch import TorchLayerExperts
 from compute_worker.step_context import CurrentStep, StepContext
 from epilora.model_spec import GateUpLayout, ModelSpec
 from epilora.placement import ExpertPlacement
@@ -109,10 +110,9 @@ def make_layer(  # noqa: PLR0917
     )
     return ExpertLayer(
         layer=LAYER,
-        weights=weights,
+        experts=TorchLayerExperts(weights, LoopBackend()),
         physical=PhysicalExperts.make(placement, LAYER, torch.device("cpu"), ep_rank=ep_rank),
         dispatcher=dispatcher,
-        backend=LoopBackend(),
         current=current,
         counter=load.counter(LAYER),
     )
@@ -167,10 +167,13 @@ def run_layer(layer: ExpertLayer, current: CurrentStep, case: Case, place: Place
     """The layer's output for the tokens that a case gives to a rank."""
     num_tokens = case.num_tokens(place.num_ranks)[place.ep_rank]
     holder = place.ep_rank // case.sp
+    adapters = {slot: make_adapter(slot + 1, place.local, place.shard) for slot in (0, 1)}
+    for slot, adapter in adapters.items():
+        layer.experts.set_adapter(slot, adapter.layers[LAYER])
     current.context = StepContext(
         adapter_slots=slots_of(case.lora, holder, place.num_ranks // case.sp, num_tokens),
         num_tokens_per_rank=place.counts,
-        active={slot: make_adapter(slot + 1, place.local, place.shard) for slot in (0, 1)},
+        active=adapters,
         device=torch.device("cpu"),
     )
     return layer.forward(*tokens_of(holder, num_tokens))

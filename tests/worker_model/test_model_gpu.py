@@ -20,6 +20,7 @@ from worker_model_support import (
 )
 
 from compute_worker.experts_grouped import GroupedBackend
+from compute_worker.experts_torch import TorchLayerExperts
 from epilora.model_spec import ModelSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -71,7 +72,9 @@ def test_fixture_adapters_in_float32(tmp_path: Path, name: str) -> None:
     path = FIXTURES / "adapters" / "peft-0.21.2" / name
     adapter = fixture_adapter(path, ModelSpec.from_directory(model))
     rank = Rank(model, work=tmp_path, adapters=[adapter], device="cuda")
-    assert isinstance(rank.runner._layers[0]._backend, GroupedBackend)
+    experts = rank.runner._layers[0].experts
+    assert isinstance(experts, TorchLayerExperts)
+    assert isinstance(experts.backend, GroupedBackend)
     recorded = load_file(path / "expected.safetensors")
     (logits,) = rank.prefill([Prompt(tokens=recorded["input_ids"][0].tolist(), slot=0)])
     torch.testing.assert_close(logits.cpu(), recorded["logits"][0], atol=1e-4, rtol=1e-4)

@@ -1,0 +1,180 @@
+"""The Triton backend in the whole model, and decode steps of fixed shapes: what a GPU replays as one graph.
+
+On a CPU Triton's interpreter runs the same kernels, and fixed steps run as they are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need triton")
+from worker_model_ranks import Results, run_ranks
+from worker_model_support import (
+    Adapter,
+    Chunk,
+    Prompt,
+    Rank,
+    prompt_tokens,
+    random_adapter,
+    reference_logits,
+    small_config,
+    write_model,
+)
+
+from compute_worker.experts_triton import TritonLayerExperts
+from epilora.errors import InvalidArgumentError
+from epilora.model_spec import ModelSpec
+
+# Small: the interpreter takes a millisecond for each program of a launch.
+CONFIG = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "hidden_size": 32,
+    "head_dim": 16,
+    "num_hidden_layers": 1,
+}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
+PROMPTS = [Prompt(tokens=prompt_tokens(seed, 2 + seed % 3), slot=slot) for seed, slot in enumerate((-1, 0, 1, -1, 0))]
+
+
+def adapters_of(spec: ModelSpec) -> list[Adapter]:
+    return [
+        random_adapter(spec, 1, rank_of={"gate_up": 4, "down": 3}),
+        random_adapter(spec, 2, rank_of={"gate": 2, "up": 5, "down": 1}, vary_ranks=True),
+    ]
+
+
+def open_rank(work: Path, **settings: object) -> Rank:
+    return Rank(
+        work / "model", work=work, expert_backend="triton", device=DEVICE, **{"max_num_sequences": 8, **settings}
+    )
+
+
+def decode_last(rank: Rank, prompts: list[Prompt], shares: list[list[Prompt]] | None = None) -> list[torch.Tensor]:
+    """Logits of each prompt's last token, as a decode step after a prefill of all before it.
+
+    shares: the prompts of every rank; None: this is the only one.
+    """
+    shares = [prompts] if shares is None else shares
+    chunks = [Chunk(prompt=p, start=0, stop=len(p.tokens) - 1, blocks=rank.blocks(len(p.tokens))) for p in prompts]
+    rank.step(chunks, [sum(len(p.tokens) - 1 for p in share) for share in shares])
+    last = [Chunk(prompt=c.prompt, start=c.stop, stop=c.stop + 1, blocks=c.blocks) for c in chunks]
+    counts = [len(share) for share in shares]
+    first = [logits[0].cpu() for logits in rank.step(last, counts)]
+    # On a GPU the first such step is captured after it ran, and this one is its replay.
+    again = [logits[0].cpu() for logits in rank.step(last, counts)]
+    assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))
+    return again
+
+
+def test_whole_prompts_agree_with_transformers(tmp_path: Path) -> None:
+    write_model(small_config("qwen3_moe", **CONFIG), tmp_path / "model")
+    rank = open_rank(tmp_path)
+    adapters = adapters_of(rank.spec)
+    for slot, adapter in enumerate(adapters):
+        rank.add_adapter(adapter, slot=slot, work=tmp_path)
+    assert isinstance(rank.runner._layers[0].experts, TritonLayerExperts)
+    for prompt, logits in zip(PROMPTS, [logits.cpu() for logits in rank.prefill(PROMPTS)], strict=True):
+        adapter = adapters[prompt.slot] if prompt.slot >= 0 else None
+        expected = reference_logits(tmp_path / "model", adapter, rank.spec, prompt.tokens)
+        torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+def test_fixed_steps_agree_with_transformers_and_keep_base_bits(tmp_path: Path) -> None:
+    # With shared experts and their gate.
+    config = {**CONFIG, "shared_expert_intermediate_size": 16}
+    del config["head_dim"]
+    write_model(small_config("qwen2_moe", **config), tmp_path / "model")
+    rank = open_rank(tmp_path)
+    steps = rank.runner._decode_steps
+    assert steps is not None
+    ran: list[object] = []
+    inner = steps._forward
+    steps._forward = lambda inputs: (ran.append(steps._adapters_key()), inner(inputs))[1]
+    plain = decode_last(rank, [Prompt(tokens=prompt.tokens) for prompt in PROMPTS])
+    rank.forget_blocks()
+    adapters = adapters_of(rank.spec)
+    for slot, adapter in enumerate(adapters):
+        rank.add_adapter(adapter, slot=slot, work=tmp_path)
+    mixed = decode_last(rank, PROMPTS)
+    rank.forget_blocks()
+    for prompt, logits, base in zip(PROMPTS, mixed, plain, strict=True):
+        adapter = adapters[prompt.slot] if prompt.slot >= 0 else None
+        expected = reference_logits(tmp_path / "model", adapter, rank.spec, prompt.tokens)[-1]
+        torch.testing.assert_close(logits, expected, **TOLERANCE)
+        # The interpreter multiplies with the CPU's library, whose rounding may depend on a row's place.
+        close = torch.equal(logits, base) if DEVICE == "cuda" else torch.allclose(logits, base, atol=1e-5, rtol=0)
+        assert close == (prompt.slot == -1)
+    for generation in (1, 2):
+        rank.runner.pool.retire(generation)
+    after = decode_last(rank, [Prompt(tokens=prompt.tokens) for prompt in PROMPTS])
+    assert all(torch.equal(a, b) for a, b in zip(after, plain, strict=True))
+    assert {"grouped", "loop"}.isdisjoint(rank.runner.num_expert_layers())
+    kinds = [key is not None for key, _ in itertools.groupby(ran)]
+    if DEVICE == "cuda":
+        # Each kind ran once for itself and once to be captured; the base model's graph was still there at the end.
+        assert kinds == [False, True]
+        assert (steps.num_captured, steps.num_replayed) == (2, 4)
+    else:
+        assert kinds == [False, True, False]
+
+
+def test_an_adapter_of_attention_alone_leaves_the_experts_as_they_are(tmp_path: Path) -> None:
+    write_model(small_config("qwen3_moe", **CONFIG), tmp_path / "model")
+    rank = open_rank(tmp_path)
+    adapter = random_adapter(rank.spec, 1, rank_of={})
+    attention = Adapter(dense={name: pair for name, pair in adapter.dense.items() if "self_attn" in name})
+    rank.add_adapter(attention, slot=0, work=tmp_path)
+    prompts = [Prompt(tokens=p.tokens, slot=min(p.slot, 0)) for p in PROMPTS]
+    for prompt, logits in zip(prompts, decode_last(rank, prompts), strict=True):
+        used = attention if prompt.slot == 0 else None
+        expected = reference_logits(tmp_path / "model", used, rank.spec, prompt.tokens)[-1]
+        torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+def test_a_rank_beyond_the_kernels_is_refused_when_it_is_staged(tmp_path: Path) -> None:
+    write_model(small_config("qwen3_moe", **CONFIG), tmp_path / "model")
+    rank = open_rank(tmp_path)
+    adapter = random_adapter(rank.spec, 1, rank_of={"down": 513}, dense=False)
+    with pytest.raises(InvalidArgumentError, match="lora rank 513") as caught:
+        rank.add_adapter(adapter, slot=0, work=tmp_path)
+    assert caught.value.reason == "LORA_RANK_TOO_LARGE"
+    assert rank.runner.pool.residents() == []
+
+
+def test_widths_that_the_kernels_lack_are_refused(tmp_path: Path) -> None:
+    write_model(small_config("qwen3_moe"), tmp_path / "model")
+    with pytest.raises(InvalidArgumentError, match=r"widths \(32, 24\) are not multiples of 16"):
+        open_rank(tmp_path)
+
+
+def ranks_main(ep_rank: int, work: Path) -> Results:
+    """Rank 1 has fewer sequences, then none."""
+    rank = open_rank(work, num_ranks=2, placement="round_robin")
+    for slot, adapter in enumerate(adapters_of(rank.spec)):
+        rank.add_adapter(adapter, slot=slot, work=work)
+    own = [PROMPTS[:3], PROMPTS[3:]][ep_rank]
+    results = {"both": decode_last(rank, own, [PROMPTS[:3], PROMPTS[3:]])}
+    results["alone"] = decode_last(rank, own if ep_rank == 0 else [], [PROMPTS[:3], []])
+    return results
+
+
+def test_two_ranks_pad_to_one_bucket(tmp_path: Path) -> None:
+    write_model(small_config("qwen3_moe", **CONFIG), tmp_path / "model")
+    spec = ModelSpec.from_directory(tmp_path / "model")
+    adapters = adapters_of(spec)
+    results = run_ranks(2, ranks_main, tmp_path)
+    expected = [
+        reference_logits(tmp_path / "model", adapters[p.slot] if p.slot >= 0 else None, spec, p.tokens)[-1]
+        for p in PROMPTS
+    ]
+    for mine, other in zip(results[0]["both"] + results[1]["both"], expected, strict=True):
+        torch.testing.assert_close(mine, other, **TOLERANCE)
+    for mine, other in zip(results[0]["alone"], expected[:3], strict=True):
+        torch.testing.assert_close(mine, other, **TOLERANCE)
