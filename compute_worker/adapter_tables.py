@@ -107,8 +107,8 @@ class LaunchKey:
     """
 
     def __init__(self, layers: Mapping[int, ExpertLayer], rowwise: RowwiseAdapters) -> None:
+        self.rowwise = rowwise
         self._layers = layers
-        self._rowwise = rowwise
         self._slots: set[int] = set()
         self._key: Hashable = None
 
@@ -122,7 +122,7 @@ class LaunchKey:
         assert not self._slots
         for experts in self._experts():
             experts.has_adapters = True
-        self._rowwise.touch_all()
+        self.rowwise.touch_all()
         try:
             yield
         finally:
@@ -132,7 +132,7 @@ class LaunchKey:
         """See AdapterListener."""
         self._slots.add(adapter_slot)
         ranks = tuple(experts.max_lora_rank if experts.has_adapters else 0 for experts in self._experts())
-        self._key = (ranks, self._rowwise.touched)
+        self._key = (ranks, self.rowwise.touched)
 
     def clear_adapter(self, adapter_slot: int) -> None:
         """See AdapterListener."""
@@ -149,5 +149,5 @@ class LaunchKey:
     def _forget(self) -> None:
         for experts in self._experts():
             experts.forget_adapters()
-        self._rowwise.forget()
+        self.rowwise.forget()
         self._key = None

@@ -13,6 +13,7 @@ Legend: M rows of the bucket, B blocks of the longest possible sequence, V vocab
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,11 @@ from typing import Any
 import structlog
 import torch
 
+from compute_worker.adapter_tables import LaunchKey
 from compute_worker.paged_attention import FixedDecode, KVCache, SequenceSpan
+from compute_worker.step_batch import StepBatch
+
+NO_TOKENS = StepBatch(token_ids=[], positions=[], adapter_slots=[], sequences=[], logits_rows=[])
 
 _log = structlog.get_logger()
 
@@ -55,7 +60,7 @@ class DecodeSteps:
 
     Args:
         forward: runs the model on fixed inputs; float32 [M, V].
-        adapters_key: what of the adapters decides on launches; None without adapters.
+        launch_key: what of the adapters decides on launches.
         cache: whose slots the rows' positions have.
         max_tokens: most tokens of a rank in such a step.
         max_blocks: B.
@@ -63,19 +68,20 @@ class DecodeSteps:
     Attributes:
         num_captured: graphs captured so far.
         num_replayed: steps that were one replay.
+        num_run: steps that ran as they are.
     """
 
     def __init__(
         self,
         *,
         forward: Callable[[FixedInputs], torch.Tensor],
-        adapters_key: Callable[[], Hashable],
+        launch_key: LaunchKey,
         cache: KVCache,
         max_tokens: int,
         max_blocks: int,
     ) -> None:
         self._forward = forward
-        self._adapters_key = adapters_key
+        self._launch_key = launch_key
         self._buckets = _buckets(max_tokens)
         self._inputs = _InputBuffers(cache, self._buckets[-1], max_blocks)
         self._captures = cache.device.type == "cuda"
@@ -83,34 +89,25 @@ class DecodeSteps:
         self._pool: Any = None
         self.num_captured = 0
         self.num_replayed = 0
+        self.num_run = 0
 
     def bucket(self, num_tokens_per_rank: Sequence[int]) -> int:
         """M for a step of these tokens, the same on every rank; 0 if some rank has too many."""
         most = max(num_tokens_per_rank)
         return next((bucket for bucket in self._buckets if bucket >= most), 0)
 
-    def run(
-        self,
-        bucket: int,
-        token_ids: Sequence[int],
-        positions: Sequence[int],
-        adapter_slots: Sequence[int],
-        sequences: Sequence[SequenceSpan],
-    ) -> torch.Tensor:
+    def run(self, bucket: int, batch: StepBatch | None) -> torch.Tensor:
         """One step.
 
         Args:
             bucket: M.
-            token_ids: this rank's, maybe none.
-            positions: as many.
-            adapter_slots: as many.
-            sequences: as many, each with one new token.
+            batch: this rank's tokens, one for each sequence; None if it has none.
 
         Returns:
             float32 [M, V], of which the first rows are the tokens'; the next step overwrites it.
         """
-        self._inputs.fill(bucket, token_ids, positions, adapter_slots, sequences)
-        key = self._adapters_key()
+        self._inputs.fill(bucket, batch or NO_TOKENS)
+        key = self._launch_key()
         graph = self._graphs.get(key, {}).get(bucket)
         if graph is not None:
             graph.graph.replay()
@@ -118,6 +115,7 @@ class DecodeSteps:
             return graph.logits_MV
         inputs = self._inputs.of(bucket)
         logits_MV = self._forward(inputs)
+        self.num_run += 1
         if self._captures:
             self._capture(key, bucket, inputs)
         return logits_MV
@@ -126,14 +124,23 @@ class DecodeSteps:
         """Steps are captured anew: weights that the graphs read have moved."""
         self._graphs.clear()
 
-    def warm_up(self, *, captures: bool) -> None:
-        """Runs a step without tokens of every bucket, and captures it if asked to."""
+    def warm_up(self) -> None:
+        """Compiles the kernels, those of adapters included, by empty steps; captures the base model's graphs."""
+        start = time.perf_counter()
+        with self._launch_key.everything_touched():
+            for bucket in self._buckets:
+                self._run_empty(bucket)
         for bucket in self._buckets:
-            self._inputs.fill(bucket, [], [], [], [])
-            inputs = self._inputs.of(bucket)
-            self._forward(inputs)
-            if captures and self._captures:
-                self._capture(self._adapters_key(), bucket, inputs)
+            inputs = self._run_empty(bucket)
+            if self._captures:
+                self._capture(None, bucket, inputs)
+        _log.info("decode steps warmed up", seconds=round(time.perf_counter() - start, 1))
+
+    def _run_empty(self, bucket: int) -> FixedInputs:
+        self._inputs.fill(bucket, NO_TOKENS)
+        inputs = self._inputs.of(bucket)
+        self._forward(inputs)
+        return inputs
 
     def _capture(self, key: Hashable, bucket: int, inputs: FixedInputs) -> None:
         if key not in self._graphs:
@@ -180,26 +187,19 @@ class _InputBuffers:
             ),
         )
 
-    def fill(
-        self,
-        bucket: int,
-        token_ids: Sequence[int],
-        positions: Sequence[int],
-        adapter_slots: Sequence[int],
-        sequences: Sequence[SequenceSpan],
-    ) -> None:
+    def fill(self, bucket: int, batch: StepBatch) -> None:
         """Sends a step's numbers to the device."""
         if self._copied is not None:
             # The copies of the step before read the same host memory.
             self._copied.synchronize()
-        count, size = len(token_ids), self._cache.block_size
+        count, size, spans = len(batch.token_ids), self._cache.block_size, batch.sequences
         host = self._host.numpy()
         host[:, :bucket] = [[0], [0], [self._cache.spare_slot], [-1], [0], [count]]
         if count:
-            host[0, :count], host[1, :count], host[3, :count] = token_ids, positions, adapter_slots
-            host[2, :count] = [s.block_table[(s.kv_len - 1) // size] * size + (s.kv_len - 1) % size for s in sequences]
-            host[4, :count] = [s.kv_len for s in sequences]
-        self._fill_table(sequences)
+            host[0, :count], host[1, :count], host[3, :count] = batch.token_ids, batch.positions, batch.adapter_slots
+            host[2, :count] = [s.block_table[(s.kv_len - 1) // size] * size + (s.kv_len - 1) % size for s in spans]
+            host[4, :count] = [s.kv_len for s in spans]
+        self._fill_table(spans)
         # Whole rows: a copy of some columns would not be one block, and wait.
         self._staged.copy_(self._host, non_blocking=True)
         self._adapter_slots[:bucket].copy_(self._staged[3, :bucket])

@@ -6,12 +6,9 @@ Legend: T tokens of this rank's step, K experts a token, D model width, V vocabu
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import structlog
 import torch
 from torch import nn
 
@@ -22,8 +19,8 @@ from compute_worker.decode_step import DecodeSteps, FixedInputs
 from compute_worker.dense_lora import DenseLora
 from compute_worker.ep_group import EPGroup
 from compute_worker.input_scaled_block import replace_blocks
-from compute_worker.model_probe import attach_attention, probe_model
-from compute_worker.paged_attention import PagedAttention, SequenceSpan, prepare_step
+from compute_worker.model_probe import ModelProbe, attach_attention, probe_model
+from compute_worker.paged_attention import KVCache, PagedAttention, SequenceSpan, prepare_step
 from compute_worker.placement_move import Placed, PlacementMover
 from compute_worker.process_memory import anonymous_bytes
 from compute_worker.query_scale import QueryScales
@@ -50,8 +47,6 @@ from epilora.placement import ExpertPlacement
 from epilora.settings import WorkerSettings
 
 __all__ = ["MemoryReport", "ModelRunner", "SequenceSpan", "StepBatch"]
-
-_log = structlog.get_logger()
 
 TopK = tuple[torch.Tensor, torch.Tensor]
 """(experts int [T, K], weights float [T, K]) chosen by a caller; logical ids."""
@@ -89,7 +84,7 @@ class ModelRunner:
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self._device = group.device
         self._num_ranks = group.num_ranks
-        self._num_steps: Counter[str] = Counter()
+        self._num_eager = 0
         self._spec = model
         placed = Placed.make(model, placement, group.ep_rank, group.device)
         self._loaded = load_model(settings, placed.load_spec, group.device)
@@ -123,19 +118,10 @@ class ModelRunner:
             load=placed.expert_load,
             device=group.device,
         )
+        self._launch_key = self._make_launch_key(settings, probe, backend)
         listeners: list[AdapterListener] = [ExpertAdapters(self._layers)]
-        fixed_steps = (
-            backend == "triton"
-            and self._dispatcher.has_fixed_shapes
-            and not probe.state_shapes
-            and settings.decode_graphs != "off"
-        )
-        if fixed_steps:
-            self._rowwise = RowwiseAdapters(
-                probe, num_slots=settings.num_adapter_slots, dtype=self.dtype, device=group.device
-            )
-            self._launch_key = LaunchKey(self._layers, self._rowwise)
-            listeners += [self._rowwise, self._launch_key]
+        if self._launch_key is not None:
+            listeners += [self._launch_key.rowwise, self._launch_key]
         adapter_bytes = max_adapter_bytes(settings, group.device)
         self.pool = AdapterPool(
             model=dataclasses.replace(model, dense_modules=self.dense_modules),
@@ -167,16 +153,28 @@ class ModelRunner:
         self._attention = PagedAttention(cache)
         attach_attention(self._model, self._attention.forward, scales)
         self.max_sequence_length = self._max_sequence_length(settings)
-        self._decode_steps: DecodeSteps | None = None
-        if fixed_steps:
-            self._decode_steps = DecodeSteps(
-                forward=self._forward_fixed,
-                adapters_key=self._launch_key,
-                cache=cache,
-                max_tokens=settings.max_num_sequences,
-                max_blocks=-(-self.max_sequence_length // self.kv_block_size),
-            )
-            self.mover.on_placed = self._decode_steps.forget_graphs
+        self._decode_steps = self._make_decode_steps(settings, cache)
+
+    def _make_launch_key(self, settings: WorkerSettings, probe: ModelProbe, backend: str) -> LaunchKey | None:
+        """What the adapters need of decode steps of fixed shapes; None where these cannot be."""
+        fixed_shapes = backend == "triton" and self._dispatcher.has_fixed_shapes and not probe.state_shapes
+        if not fixed_shapes or settings.decode_graphs == "off":
+            return None
+        rowwise = RowwiseAdapters(probe, num_slots=settings.num_adapter_slots, dtype=self.dtype, device=self._device)
+        return LaunchKey(self._layers, rowwise)
+
+    def _make_decode_steps(self, settings: WorkerSettings, cache: KVCache) -> DecodeSteps | None:
+        if self._launch_key is None:
+            return None
+        steps = DecodeSteps(
+            forward=self._forward_fixed,
+            launch_key=self._launch_key,
+            cache=cache,
+            max_tokens=settings.max_num_sequences,
+            max_blocks=-(-self.max_sequence_length // self.kv_block_size),
+        )
+        self.mover.on_placed = steps.forget_graphs
+        return steps
 
     def _max_sequence_length(self, settings: WorkerSettings) -> int:
         limit = self._spec.max_position_embeddings
@@ -196,10 +194,9 @@ class ModelRunner:
         """
         bucket = self._decode_steps.bucket(num_tokens_per_rank) if self._decode_steps else 0
         if self._decode_steps and bucket and (batch is None or is_decode(batch)):
-            logits_MV, form = self._run_fixed(self._decode_steps, bucket, batch)
-            self._num_steps[form] += 1
+            logits_MV = self._decode_steps.run(bucket, batch)
             return None if batch is None else logits_MV[self._tensor(batch.logits_rows)]
-        self._num_steps["eager"] += 1
+        self._num_eager += 1
         if batch is None:
             with self._step([], num_tokens_per_rank, pad_to=bucket):
                 for layer in self._layers:
@@ -220,22 +217,14 @@ class ModelRunner:
         logits_NV: torch.Tensor = output.logits[0].float()
         return logits_NV
 
-    def _run_fixed(self, steps: DecodeSteps, bucket: int, batch: StepBatch | None) -> tuple[torch.Tensor, str]:
-        """Logits [M, V], and the form of the step."""
-        before = steps.num_replayed
-        if batch is None:
-            logits_MV = steps.run(bucket, [], [], [], [])
-        else:
-            logits_MV = steps.run(bucket, batch.token_ids, batch.positions, batch.adapter_slots, batch.sequences)
-        return logits_MV, "graph" if steps.num_replayed > before else "fixed"
-
     def _forward_fixed(self, inputs: FixedInputs) -> torch.Tensor:
         """The model on M rows, whose logits all are wanted; float32 [M, V]."""
         num_rows = inputs.adapter_slots.shape[0]
         fixed = (inputs.adapter_slots, inputs.num_rows)
         with self._step([], [num_rows] * self._num_ranks, fixed=fixed):
-            self._rowwise.adapter_slots = inputs.adapter_slots
-            self._dense_lora.rowwise = self._rowwise
+            assert self._launch_key is not None
+            self._dense_lora.rowwise = self._launch_key.rowwise
+            self._dense_lora.rowwise.adapter_slots = inputs.adapter_slots
             self._attention.step = inputs.attention
             output = self._model(input_ids=inputs.token_ids, position_ids=inputs.positions, use_cache=False)
             logits_MV: torch.Tensor = output.logits[0].float()
@@ -243,17 +232,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compiles the kernels of decode steps, with and without adapters, and captures the base model's graphs.
-
-        All ranks call it together, before the first step.
-        """
-        if self._decode_steps is None or self._device.type != "cuda":
-            return
-        start = time.perf_counter()
-        with self._launch_key.everything_touched():
-            self._decode_steps.warm_up(captures=False)
-        self._decode_steps.warm_up(captures=True)
-        _log.info("decode steps warmed up", seconds=round(time.perf_counter() - start, 1))
+        """Makes the first decode steps as fast as later ones. All ranks call it together, before the first step."""
+        if self._decode_steps is not None and self._device.type == "cuda":
+            self._decode_steps.warm_up()
 
     @torch.inference_mode()
     def forward_experts(  # noqa: PLR0917
@@ -342,7 +323,9 @@ class ModelRunner:
 
     def num_steps_by_form(self) -> dict[str, int]:
         """Generate steps since the start: "graph" (replayed), "fixed" (same shapes, not captured yet), "eager"."""
-        return dict(self._num_steps)
+        steps = self._decode_steps
+        forms = {"graph": steps.num_replayed, "fixed": steps.num_run} if steps else {}
+        return {**forms, "eager": self._num_eager}
 
     def memory(self) -> MemoryReport:
         """Bytes in use now."""

@@ -96,7 +96,7 @@ def test_fixed_steps_agree_with_transformers_and_keep_base_bits(tmp_path: Path) 
     assert steps is not None
     ran: list[object] = []
     inner = steps._forward
-    steps._forward = lambda inputs: (ran.append(steps._adapters_key()), inner(inputs))[1]
+    steps._forward = lambda inputs: (ran.append(steps._launch_key()), inner(inputs))[1]
     plain = decode_last(rank, [Prompt(tokens=prompt.tokens) for prompt in PROMPTS])
     rank.forget_blocks()
     adapters = adapters_of(rank.spec)
