@@ -1,8 +1,8 @@
 """One part of every expert: what a worker holds where an expert's F is split over several.
 
 Gate and up are split alike, inside each of them: part i of n has rows i * F / n to (i + 1) * F / n of gate and of up,
-the same columns of down, and of LoRA pairs the rows of B (gate, up) and columns of A (down) that go with them. Parts of a
-result add up to the whole; a bias of the down projection belongs to the first part.
+the same columns of down, and of LoRA pairs the rows of B (gate, up) and columns of A (down) that go with them. Parts
+of a result add up to the whole; a bias of the down projection belongs to the first part.
 
 Legend: F expert width, H width of the first projection (2F with a gate), D model width, r lora rank.
 """
