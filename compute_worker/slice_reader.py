@@ -23,6 +23,7 @@ from epilora.slices import (
     SliceTensor,
     dense_tensor_name,
     expert_tensor_name,
+    open_slice,
     read_slice_header,
 )
 
@@ -82,6 +83,7 @@ def read_slice(
 
     Raises:
         StalePlacementError: built for another placement, rank or model than this worker's.
+        UnavailableError: the file is gone (SLICE_GONE).
         InternalError: not a slice file, or one with tensors that do not belong there (BAD_SLICE).
     """
     header = read_slice_header(path)
@@ -131,7 +133,7 @@ class _Reader:
         self._path = path
         self._header = header
         self._left = set(header.tensors)
-        with path.open("rb") as stream:
+        with open_slice(path) as stream:
             # A private map is writable in name, as torch wants, and never reaches the file.
             self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 MAX_PORT = 65535
@@ -124,8 +124,29 @@ class LoaderSettings(CommonSettings):
     """Bytes the slice cache may use."""
     cache_idle_bytes: int = Field(default=0, ge=0)
     """Bytes of it that slices of unloaded adapters may keep, for a load of the same files; 0: an unload frees them."""
+    cache: SecretStr = SecretStr("")
+    """URL of a Redis that carries slices between nodes: redis://, rediss:// (TLS) or unix://; empty: none."""
+    cache_ttl_seconds: float = Field(default=86400.0, ge=1)
+    """How long that Redis keeps slices that nobody pulls."""
+    cache_timeout_seconds: float = Field(default=5.0, gt=0)
+    """Deadline of connecting to Redis and of each of its answers; past it the slices are built here."""
+    cache_wait_seconds: float = Field(default=60.0, gt=0)
+    """How long to wait for slices that another node's loader is building; past it they are built here, too."""
+    cache_pinned_sources: list[str] = Field(default_factory=list)
+    """Sources, spelled as in LoadAdapter, whose slices stay in the cache when they are unloaded."""
     adapter_roots: list[Path] = Field(default_factory=list)
     """Directories under which adapters may lie. Empty: none may be loaded."""
+    source_prefixes: list[str] = Field(default_factory=list)
+    """Remote places that adapters may be loaded from, e.g. hf://my-org, s3://bucket/adapters, https://host/path.
+    Empty: none."""
+    download_dir: Path = Path("/tmp/epilora-downloads")
+    """Where remote adapters are kept on disk: a cache of the Hugging Face Hub, and files of s3:// and http(s)://."""
+    download_bytes: int = Field(default=20 << 30, ge=0)
+    """Bytes that files of s3:// and http(s):// may take there; those that were used longest ago go."""
+    source_timeout_seconds: float = Field(default=30.0, gt=0)
+    """Deadline of each answer of a remote place."""
+    hf_endpoint: str = ""
+    """Address of the Hugging Face Hub; empty: the public one, or what HF_ENDPOINT says."""
     max_header_bytes: int = Field(default=32 << 20, ge=1024)
     """Limit of a safetensors header; about 150 bytes a tensor, and some 10 times as much memory while it is parsed."""
     max_lora_rank: int = Field(default=512, ge=1)

@@ -6,14 +6,16 @@ of 64 bytes; the gaps are filled by U8 tensors named "padding.N", since the form
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
-from epilora.errors import InternalError
+from epilora.errors import InternalError, UnavailableError
 from epilora.families import Projection
 
 LAYOUT_VERSION = 1
@@ -21,6 +23,9 @@ LAYOUT_VERSION = 1
 ALIGNMENT = 64
 PADDING_PREFIX = "padding."
 MAX_HEADER_BYTES = 256 << 20
+_METADATA = "__metadata__"
+_METADATA_START = b'{"__metadata__":'
+_MAX_METADATA_BYTES = 4096
 
 DTYPE_BYTES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "U8": 1}
 """Bytes of an element, by safetensors' name of the dtype. No others occur in slice files."""
@@ -38,13 +43,12 @@ def dense_tensor_name(module: str, part: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SliceMetadata:
-    """The `__metadata__` of a slice file."""
+    """The `__metadata__` of a slice file. Nothing of where the adapter came from: equal slices are equal bytes."""
 
     layout_version: int
     model_digest: str
     placement_id: str
     ep_rank: int
-    adapter_digest: str
 
     def to_strings(self) -> dict[str, str]:
         """safetensors allows strings only."""
@@ -53,7 +57,6 @@ class SliceMetadata:
             "model_digest": self.model_digest,
             "placement_id": self.placement_id,
             "ep_rank": str(self.ep_rank),
-            "adapter_digest": self.adapter_digest,
         }
 
     @classmethod
@@ -64,7 +67,6 @@ class SliceMetadata:
             model_digest=values["model_digest"],
             placement_id=values["placement_id"],
             ep_rank=int(values["ep_rank"]),
-            adapter_digest=values["adapter_digest"],
         )
 
 
@@ -104,7 +106,7 @@ def lay_out(tensors: Sequence[SliceTensor], metadata: SliceMetadata) -> SliceLay
 
     Semantics: offset[i] = align(end[i-1]); header length is padded with spaces so that the data starts aligned.
     """
-    entries: dict[str, object] = {"__metadata__": metadata.to_strings()}
+    entries: dict[str, object] = {_METADATA: metadata.to_strings()}
     starts: list[int] = []
     end = 0
     for tensor in tensors:
@@ -114,9 +116,7 @@ def lay_out(tensors: Sequence[SliceTensor], metadata: SliceMetadata) -> SliceLay
         starts.append(start)
         end = start + tensor.size_bytes
         entries[tensor.name] = _entry(tensor.dtype, tensor.shape, start, end)
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (_align(8 + len(text)) - 8 - len(text))
-    header = len(text).to_bytes(8, "little") + text
+    header = _header_of(json.dumps(entries, separators=(",", ":")).encode())
     placed = {
         tensor.name: SliceTensor(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, offset=len(header) + start)
         for tensor, start in zip(tensors, starts, strict=True)
@@ -128,6 +128,18 @@ def lay_out(tensors: Sequence[SliceTensor], metadata: SliceMetadata) -> SliceLay
         size_bytes=len(header) + end,
         tensor_bytes=sum(tensor.size_bytes for tensor in tensors),
     )
+
+
+def lay_out_alike(other: SliceLayout, metadata: SliceMetadata) -> SliceLayout | None:
+    """The layout of the same tensors under other metadata; None if that moves them, so that it has to be laid out.
+
+    Slices of an adapter differ in little else, and to write a header of thousands of tensors takes a while.
+    """
+    text = other.header[8:].rstrip(b" ")
+    start = len(_METADATA_START)
+    _, end = json.JSONDecoder().raw_decode(text[:_MAX_METADATA_BYTES].decode("ascii", "ignore"), start)
+    header = _header_of(text[:start] + json.dumps(metadata.to_strings(), separators=(",", ":")).encode() + text[end:])
+    return replace(other, header=header) if len(header) == len(other.header) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +155,8 @@ def read_slice_header(path: Path) -> SliceHeader:
     """Reads the header of a slice file that a loader wrote.
 
     Raises:
-        InternalError: reason BAD_SLICE; no such file, or not a whole slice file.
+        UnavailableError: reason SLICE_GONE; no such file.
+        InternalError: reason BAD_SLICE; not a whole slice file.
     """
     try:
         with path.open("rb") as stream:
@@ -152,7 +165,7 @@ def read_slice_header(path: Path) -> SliceHeader:
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise ValueError(f"{size} bytes with a header of {length}")
             entries = json.loads(stream.read(length))
-        metadata = SliceMetadata.from_strings(entries.pop("__metadata__"))
+        metadata = SliceMetadata.from_strings(entries.pop(_METADATA))
         tensors = {
             name: SliceTensor(
                 name=name,
@@ -166,9 +179,44 @@ def read_slice_header(path: Path) -> SliceHeader:
         for tensor in tensors.values():
             if tensor.offset + tensor.size_bytes > size:
                 raise ValueError(f"{tensor.name} ends past the file's {size} bytes")
+    except FileNotFoundError as error:
+        raise _gone(path) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InternalError(f"slice file {path} cannot be read: {error!r}", reason="BAD_SLICE") from error
     return SliceHeader(metadata=metadata, tensors=tensors)
+
+
+def open_slice(path: Path) -> BinaryIO:
+    """Opens a slice file for reading, with a shared lock that keeps a loader from freeing its bytes.
+
+    The lock ends when the file and every map of it are closed, or their process has ended.
+
+    Raises:
+        UnavailableError: reason SLICE_GONE; no such file, or it is being removed.
+    """
+    try:
+        stream = path.open("rb")
+    except FileNotFoundError as error:
+        raise _gone(path) from error
+    try:
+        fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        stream.close()
+        raise _gone(path) from error
+    return stream
+
+
+def _gone(path: Path) -> UnavailableError:
+    return UnavailableError(
+        f"slice file {path} is gone: its loader was started anew, or its lease was given back; load the adapter again",
+        reason="SLICE_GONE",
+        retry_after_seconds=1.0,
+    )
+
+
+def _header_of(text: bytes) -> bytes:
+    text += b" " * (_align(8 + len(text)) - 8 - len(text))
+    return len(text).to_bytes(8, "little") + text
 
 
 def _entry(dtype: str, shape: tuple[int, ...], start: int, end: int) -> dict[str, object]:

@@ -209,6 +209,7 @@ class Lifecycle:
 
         result = await self._loader.build(request, built)
         generation.lease_id, generation.report = result.lease_id, result.report
+        generation.source = result.pinned_source or generation.source
         await self._registry.add_lease(result.lease_id)
         await self._number_content(generation, result.adapter_digest)
         total = sum(piece.tensor_bytes for piece in result.slices)

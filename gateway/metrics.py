@@ -188,6 +188,24 @@ class StateCollector(Collector):
             family = GaugeMetricFamily(f"epilora_loader_cache_{name}", text)
             family.add_metric([], value)
             yield family
+        for name, text, value in (
+            ("epilora_loader_builds", "Adapters that the loader has read and sliced.", cache.num_builds),
+            ("epilora_loader_redis_pulls", "Adapters whose slices came from Redis.", cache.num_redis_pulls),
+            ("epilora_loader_redis_pushes", "Adapters whose slices were given to Redis.", cache.num_redis_pushes),
+            (
+                "epilora_loader_redis_losses",
+                "Adapters of which Redis had lost a part; built again.",
+                cache.num_redis_losses,
+            ),
+            (
+                "epilora_loader_redis_errors",
+                "Times that Redis failed, was too slow or had no room.",
+                cache.num_redis_errors,
+            ),
+        ):
+            counter = CounterMetricFamily(name, text)
+            counter.add_metric([], value)
+            yield counter
 
 
 def _by_rank(name: str, text: str, group: Group, value: Any) -> GaugeMetricFamily:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from epilora.adapters.normal_form import NormalForm
@@ -16,9 +18,24 @@ from epilora.slices import LAYOUT_VERSION, SliceMetadata
 from epilora.v1 import loader_service_pb2, types_pb2
 from loader_service.cache import BuiltSlices, SliceCache
 from loader_service.collection import paused_collection
+from loader_service.remote import RemoteSources, is_remote
 from loader_service.request import BuildRequest
 from loader_service.source import SourceFiles, SourceIdentity, SourceRoots
 from loader_service.writer import BuildProgress, WriteResult, write_slices
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What was done with Redis since the loader started (redis_tier.py)."""
+
+    num_pulled: int = 0
+    """Entries taken from it."""
+    num_pushed: int = 0
+    """Entries given to it."""
+    num_lost: int = 0
+    """Entries of which a chunk was missing or damaged."""
+    num_errors: int = 0
+    """Times it failed, was too slow, or had no room."""
 
 
 class AdapterBuilder:
@@ -27,10 +44,23 @@ class AdapterBuilder:
     def __init__(self, settings: LoaderSettings, cache: SliceCache) -> None:
         self._settings = settings
         self._cache = cache
+        # What was downloaded lies under a root of its own, which no caller can name.
         self._roots = SourceRoots(settings.adapter_roots)
+        self._downloaded = SourceRoots([settings.download_dir])
+        self._remote = RemoteSources(settings)
+
+    @property
+    def counters(self) -> TierCounters:
+        """Zeros: there is no tier behind this cache."""
+        return TierCounters()
+
+    def close(self) -> None:
+        """Nothing goes on between builds."""
 
     def identify(self, source: str) -> SourceIdentity:
-        """Identity of a source as it is now. Raises what `SourceRoots.open` raises."""
+        """Identity of a source as it is now. Raises what `SourceRoots.open` or `RemoteSources.resolve` raises."""
+        if is_remote(source):
+            return self._remote.resolve(source).identity
         with self._roots.open(source, max_header_bytes=self._settings.max_header_bytes) as files:
             return files.identity
 
@@ -52,29 +82,48 @@ class AdapterBuilder:
             BuildCancelledError: progress was cancelled.
         """
         progress.check()
-        with self._roots.open(request.source, max_header_bytes=self._settings.max_header_bytes) as files:
-            if files.identity != identity:
-                raise _changed(request.source)
+        with self._opened(request.source, identity, progress) as files:
             with paused_collection:
                 form, report = self._understand(files, request)
-                plan = plan_slices(form, _slice_specs(request, identity))
+                plan = plan_slices(form, _slice_specs(request))
             progress.bytes_total = plan.size_bytes
             entry_id = request.entry_id(identity)
-            final = self._cache.path_of(entry_id)
 
             def write(directory: Path) -> BuiltSlices:
-                names = [f"ep_rank-{spec.ep_rank}.safetensors" for spec in request.load_specs]
-                paths = [directory / name for name in names]
+                paths = [directory / f"ep_rank-{spec.ep_rank}.safetensors" for spec in request.load_specs]
                 written = write_slices(plan, files.weights.descriptors, paths, progress)
                 if not files.weights.is_unchanged():
                     raise _changed(request.source)
                 report.bytes_read = written.bytes_read
                 report.warnings.extend(_zero_warnings(form, written))
                 progress.bytes_done = progress.bytes_total
-                slices = _slices(request, plan, [final / name for name in names], written.digests)
+                slices = _slices(request, plan, paths, written.digests)
                 return BuiltSlices(adapter_digest=identity.digest, slices=slices, report=report)
 
-            return self._cache.build(entry_id, plan.size_bytes, write, lease=lease)
+            return self._cache.build(entry_id, plan.size_bytes, write, lease=lease, is_pinned=self.is_pinned(request))
+
+    def is_pinned(self, request: BuildRequest) -> bool:
+        """True if the entry is to stay when it is idle."""
+        return request.source in self._settings.cache_pinned_sources
+
+    @contextmanager
+    def _opened(self, source: str, identity: SourceIdentity, progress: BuildProgress) -> Iterator[SourceFiles]:
+        """The files of a source in a certain state, downloaded if they have to be."""
+        max_header_bytes = self._settings.max_header_bytes
+        if not is_remote(source):
+            with self._roots.open(source, max_header_bytes=max_header_bytes) as files:
+                if files.identity != identity:
+                    raise _changed(source)
+                yield files
+            return
+        adapter = self._remote.resolve(source)
+        if adapter.identity != identity:
+            raise _changed(source)
+        with (
+            self._remote.fetched(adapter, progress) as directory,
+            self._downloaded.open(str(directory), max_header_bytes=max_header_bytes) as files,
+        ):
+            yield files
 
     def _understand(self, files: SourceFiles, request: BuildRequest) -> tuple[NormalForm, types_pb2.AdapterLoadReport]:
         header = files.weights.tensors()
@@ -90,7 +139,7 @@ class AdapterBuilder:
         return form, make_report(header, config, form)
 
 
-def _slice_specs(request: BuildRequest, identity: SourceIdentity) -> list[SliceSpec]:
+def _slice_specs(request: BuildRequest) -> list[SliceSpec]:
     return [
         SliceSpec(
             layers=spec.layers,
@@ -99,7 +148,6 @@ def _slice_specs(request: BuildRequest, identity: SourceIdentity) -> list[SliceS
                 model_digest=spec.model_digest,
                 placement_id=spec.placement_id,
                 ep_rank=spec.ep_rank,
-                adapter_digest=identity.digest,
             ),
         )
         for spec in request.load_specs

@@ -11,20 +11,48 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from epilora.settings import LoaderSettings
 from epilora.v1 import types_pb2
-from loader_service.build import AdapterBuilder
+from loader_service.build import AdapterBuilder, TierCounters
 from loader_service.cache import BuiltSlices, CacheState, SliceCache
 from loader_service.request import BuildRequest
 from loader_service.source import SourceIdentity
+from loader_service.verify import Verified, verify_cache
 from loader_service.writer import BuildProgress
 
 _NUM_BUILD_THREADS = 2
 _NUM_FILE_THREADS = 4
 
 Result = TypeVar("Result")
+
+
+class Builder(Protocol):
+    """Makes entries of a cache: `AdapterBuilder`, or `SharedBuilder` where a Redis is behind the cache."""
+
+    @property
+    def counters(self) -> TierCounters:
+        """What was done with Redis."""
+
+    def identify(self, source: str) -> SourceIdentity:
+        """Identity of a source as it is now."""
+
+    def build(
+        self, request: BuildRequest, identity: SourceIdentity, progress: BuildProgress, *, lease: str
+    ) -> BuiltSlices:
+        """The slices of a request, published in the cache."""
+
+    def close(self) -> None:
+        """Ends what goes on between builds."""
+
+
+def _make_builder(settings: LoaderSettings, cache: SliceCache) -> Builder:
+    if not settings.cache.get_secret_value():
+        return AdapterBuilder(settings, cache)
+    from loader_service.shared_build import SharedBuilder  # the client of Redis is there only where it is used
+
+    return SharedBuilder(settings, cache)
 
 
 @dataclass(slots=True)
@@ -50,9 +78,12 @@ class Ticket:
         self._built: BuiltSlices | None = None
         self.lease_id = uuid.uuid4().hex
         self.cache_hit = False
+        self.pinned_source = ""
+        """See SourceIdentity; known once the ticket was entered."""
 
     async def __aenter__(self) -> Ticket:
-        found = await self._builds.enter(self._request, self.lease_id)
+        identity, found = await self._builds.enter(self._request, self.lease_id)
+        self.pinned_source = identity.pinned_source
         if isinstance(found, BuiltSlices):
             self._built, self.cache_hit = found, True
         else:
@@ -97,7 +128,7 @@ class SliceBuilds:
     def __init__(self, settings: LoaderSettings, cache: SliceCache) -> None:
         self.instance_id = uuid.uuid4().hex
         self._cache = cache
-        self._builder = AdapterBuilder(settings, cache)
+        self._builder = _make_builder(settings, cache)
         self._flights: dict[str, _Flight] = {}
         self._build_threads = ThreadPoolExecutor(_NUM_BUILD_THREADS, thread_name_prefix="build")
         self._file_threads = ThreadPoolExecutor(_NUM_FILE_THREADS, thread_name_prefix="files")
@@ -106,20 +137,20 @@ class SliceBuilds:
         """A place for one call."""
         return Ticket(self, request)
 
-    async def enter(self, request: BuildRequest, lease_id: str) -> BuiltSlices | _Flight:
+    async def enter(self, request: BuildRequest, lease_id: str) -> tuple[SourceIdentity, BuiltSlices | _Flight]:
         """Leases the entry of a request if it is there, else joins its build, else starts one."""
         identity = await self._in_thread(self._file_threads, lambda: self._builder.identify(request.source))
         entry_id = request.entry_id(identity)
         while True:
             built = self._cache.lease(entry_id, lease_id)
             if built is not None:
-                return built
+                return identity, built
             flight = self._flights.get(entry_id)
             if flight is None:
                 flight = self._start(request, identity, entry_id)
             if not flight.progress.is_cancelled:
                 flight.waiting.add(lease_id)
-                return flight
+                return identity, flight
             # Its last caller has just gone. Wait until it has given its bytes back, then build anew.
             assert flight.task is not None
             await asyncio.wait({flight.task})
@@ -136,9 +167,17 @@ class SliceBuilds:
         """Gives a lease back. Returns the bytes removed from the cache."""
         return await self._in_thread(self._file_threads, lambda: self._cache.release(lease_id))
 
+    async def verify(self) -> Verified:
+        """Reads back every slice."""
+        return await self._in_thread(self._file_threads, lambda: verify_cache(self._cache))
+
     def state(self) -> CacheState:
         """Numbers of the cache."""
         return self._cache.state()
+
+    def redis_counters(self) -> TierCounters:
+        """Numbers of the tier behind it."""
+        return self._builder.counters
 
     async def close(self) -> None:
         """Stops all builds and waits for them."""
@@ -148,6 +187,7 @@ class SliceBuilds:
         tasks = [flight.task for flight in flights if flight.task is not None]
         if tasks:
             await asyncio.wait(tasks)
+        await asyncio.to_thread(self._builder.close)
         for threads in (self._build_threads, self._file_threads):
             threads.shutdown()
 

@@ -1,35 +1,26 @@
-"""The slice cache: a directory in shared memory that one loader owns, with a byte budget and leases.
+"""The slice cache: entries of slice files in shared memory, with a byte budget and leases.
 
-An entry is a directory of slice files, named by a digest. It is written under another name and renamed when it is
-whole, so that a reader never sees a part. When its last lease is given back it is idle: removed, unless idle entries
-may be kept. Of those the first to go is the one that is cheapest to build again for its size, and was not used for
-long. What a loader that died left behind is removed by the next one at its start.
+An entry is the slices of one adapter for some ranks. When its last lease is given back it is idle: removed, unless idle
+entries may be kept. Of those the first to go is the one that is cheapest to build again for its size, and was not used
+for long; a pinned one never goes. The table is in this process: a loader that starts anew starts with an empty cache.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-import re
-import shutil
+import dataclasses
 import threading
 import time
-import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
 
-from epilora.errors import FailedPreconditionError, ResourceExhaustedError
+from epilora.errors import ResourceExhaustedError
 from epilora.v1 import loader_service_pb2, types_pb2
+from loader_service.slice_store import SliceStore
 
 log = structlog.get_logger(__name__)
-
-_ENTRY_NAME = re.compile(r"[0-9a-f]{32}")
-_UNFINISHED, _TRASH = "unfinished-", "trash-"
-_LOCK_TIMEOUT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +32,11 @@ class BuiltSlices:
     """In the order of the load specs."""
     report: types_pb2.AdapterLoadReport
 
+    @property
+    def paths(self) -> list[Path]:
+        """Of the slices."""
+        return [Path(piece.path) for piece in self.slices]
+
 
 @dataclass(slots=True)
 class _Entry:
@@ -48,6 +44,7 @@ class _Entry:
     size_bytes: int
     seconds: float
     """That its build took."""
+    is_pinned: bool
     leases: set[str] = field(default_factory=set)
     priority: float = 0.0
     """Of an idle entry: the lowest goes first."""
@@ -71,87 +68,74 @@ class SliceCache:
         """Args:
         directory: in shared memory, this loader's own.
         budget_bytes: that all entries may take.
-        idle_bytes: that entries without leases may take of it; 0: they are removed.
+        idle_bytes: that entries without leases may take of it, pinned ones not counted; 0: they are removed.
         """
-        self._directory = directory
+        self._store = SliceStore(directory)
         self._budget_bytes = budget_bytes
         self._idle_bytes = idle_bytes
         self._clock = 0.0
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
         self._entry_of_lease: dict[str, str] = {}
-        self._used_bytes = 0
+        self._reserved_bytes = 0
+        """Of builds under way."""
         self._num_builds = 0
-        self._lock_fd = -1
 
     def open(self) -> None:
-        """Takes the directory and removes what a dead loader left in it.
-
-        Raises:
-            FailedPreconditionError: reason CACHE_IN_USE; another loader owns it.
-            OSError: it cannot be made or written.
-        """
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._lock_fd = os.open(self._directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
-        while not self._try_lock():
-            if time.monotonic() > deadline:
-                os.close(self._lock_fd)
-                raise FailedPreconditionError(
-                    f"another loader owns the cache directory {self._directory}; give each its own EPILORA_CACHE_DIR",
-                    reason="CACHE_IN_USE",
-                )
-            time.sleep(0.05)
-        left_over = [path for path in self._directory.iterdir() if _is_ours(path.name)]
-        for path in left_over:
-            shutil.rmtree(path)
-        if left_over:
-            log.info("removed what another loader left", num_entries=len(left_over), cache_dir=str(self._directory))
+        """Takes the directory and removes what a dead loader left in it. Raises what `SliceStore.open` raises."""
+        self._store.open()
 
     def close(self) -> None:
         """Removes all entries and lets the directory go."""
         with self._lock:
             self._entries.clear()
             self._entry_of_lease.clear()
-        for path in self._directory.iterdir():
-            if _is_ours(path.name):
-                shutil.rmtree(path, ignore_errors=True)
-        os.close(self._lock_fd)
+        self._store.close()
 
-    def build(self, entry_id: str, size_bytes: int, write: Callable[[Path], BuiltSlices], *, lease: str) -> BuiltSlices:
+    def build(
+        self,
+        entry_id: str,
+        size_bytes: int,
+        write: Callable[[Path], BuiltSlices],
+        *,
+        lease: str,
+        is_pinned: bool = False,
+        is_pulled: bool = False,
+    ) -> BuiltSlices:
         """Makes an entry: reserves its bytes, has it written, and publishes it. All or nothing.
 
         Args:
             entry_id: 32 hex digits.
             size_bytes: of all its files.
-            write: writes the files into the directory it is given, which will be renamed to `path_of(entry_id)`.
+            write: writes the files into the directory it is given, and says where they are.
             lease: the builder's, so that the entry stays until those who wait for it have theirs.
+            is_pinned: the entry stays when it is idle.
+            is_pulled: `write` takes the slices from somewhere else; it does not count as a build.
+
+        Returns:
+            What `write` returned, with the paths that the files have in the cache.
 
         Raises:
             ResourceExhaustedError: reason CACHE_FULL; over the budget, or no room in the filesystem.
         """
         self._reserve(size_bytes)
         start = time.monotonic()
-        unfinished = self._directory / f"{_UNFINISHED}{uuid.uuid4().hex}"
         try:
-            unfinished.mkdir(mode=0o700)
-            built = write(unfinished)
+            unfinished = self._store.make_unfinished()
+            try:
+                built = self._publish(write(unfinished))
+            finally:
+                self._store.discard(unfinished)
             with self._lock:
-                unfinished.rename(self.path_of(entry_id))
-                seconds = time.monotonic() - start
-                self._entries[entry_id] = _Entry(built=built, size_bytes=size_bytes, seconds=seconds)
-                self._num_builds += 1
+                self._entries[entry_id] = _Entry(
+                    built=built, size_bytes=size_bytes, seconds=time.monotonic() - start, is_pinned=is_pinned
+                )
+                self._num_builds += not is_pulled
                 self._add_lease(entry_id, lease)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        finally:
             with self._lock:
-                self._used_bytes -= size_bytes
-            raise
+                self._reserved_bytes -= size_bytes
         return built
-
-    def path_of(self, entry_id: str) -> Path:
-        """Directory of an entry."""
-        return self._directory / entry_id
 
     def lease(self, entry_id: str, lease: str) -> BuiltSlices | None:
         """Adds a lease to an entry; None if there is no such entry."""
@@ -159,12 +143,13 @@ class SliceCache:
             entry = self._entries.get(entry_id)
             if entry is None:
                 return None
-            if not self.path_of(entry_id).is_dir():
-                log.error("an entry's files were removed by something else", entry=entry_id)
-                self._forget(entry_id)
-                return None
-            self._add_lease(entry_id, lease)
-            return entry.built
+            if all(path.exists() for path in entry.built.paths):
+                self._add_lease(entry_id, lease)
+                return entry.built
+            log.error("an entry's files were removed by something else", entry=entry_id)
+            self._forget(entry_id)
+        self._store.release(entry.built.paths)
+        return None
 
     def release(self, lease: str) -> int:
         """Gives a lease back; with the last one, its entry is idle. Returns the bytes removed. Idempotent."""
@@ -178,95 +163,121 @@ class SliceCache:
                 return 0
             # GreedyDual: the clock is the priority of the last entry that went, so that what is not used ages.
             entry.priority = self._clock + entry.seconds / entry.size_bytes
-            idle = sum(other.size_bytes for other in self._entries.values() if not other.leases)
-            trash = self._evict(idle - self._idle_bytes)
-        return self._remove(trash)
+            idle = sum(other.size_bytes for other in self._entries.values() if _may_go(other))
+            evicted = self._evict(idle - self._idle_bytes)
+        return self._store.release(evicted)
 
     def state(self) -> CacheState:
         """Numbers now."""
+        # Also the moment to look for files that a worker read when their entry went: the gateway asks all the time.
+        self._store.sweep()
         with self._lock:
             return CacheState(
                 num_entries=len(self._entries),
-                used_bytes=self._used_bytes,
+                used_bytes=self._taken_bytes(),
                 budget_bytes=self._budget_bytes,
                 num_builds=self._num_builds,
                 num_leases=len(self._entry_of_lease),
             )
+
+    def built(self) -> list[tuple[str, BuiltSlices]]:
+        """All entries, by entry_id."""
+        with self._lock:
+            return [(entry_id, entry.built) for entry_id, entry in sorted(self._entries.items())]
+
+    def drop(self, entry_id: str, built: BuiltSlices) -> bool:
+        """Takes an entry away, whoever has leases on it; later calls build it anew. False if it was gone already."""
+        with self._lock:
+            entry = self._entries.get(entry_id)
+            if entry is None or entry.built is not built:
+                return False
+            self._forget(entry_id)
+        self._store.release(built.paths)
+        return True
+
+    def _publish(self, built: BuiltSlices) -> BuiltSlices:
+        published: list[Path] = []
+        try:
+            for piece in built.slices:
+                published.append(self._store.add(Path(piece.path), piece.digest))
+        except BaseException:
+            self._store.release(published)
+            raise
+        return dataclasses.replace(built, slices=_at(built.slices, published))
 
     def _add_lease(self, entry_id: str, lease: str) -> None:
         self._entries[entry_id].leases.add(lease)
         self._entry_of_lease[lease] = entry_id
 
     def _forget(self, entry_id: str) -> None:
-        entry = self._entries.pop(entry_id)
-        for lease in entry.leases:
+        for lease in self._entries.pop(entry_id).leases:
             del self._entry_of_lease[lease]
-        self._used_bytes -= entry.size_bytes
 
-    def _evict(self, num_bytes: int) -> list[tuple[Path, int]]:
-        """Takes idle entries of at least so many bytes out of the way, as far as there are any. Needs the lock.
+    def _evict(self, num_bytes: int) -> list[Path]:
+        """Takes idle entries of at least so many bytes out of the table, as far as there are any. Needs the lock.
 
-        Out of the way first: a new build of the same entry may publish while the files are being removed.
+        Returns:
+            The files to be released.
         """
-        trash: list[tuple[Path, int]] = []
-        idle = [entry_id for entry_id, entry in self._entries.items() if not entry.leases]
+        paths: list[Path] = []
+        idle = [entry_id for entry_id, entry in self._entries.items() if _may_go(entry)]
         for entry_id in sorted(idle, key=lambda entry_id: self._entries[entry_id].priority):
             if num_bytes <= 0:
                 break
             entry = self._entries.pop(entry_id)
-            path = self._directory / f"{_TRASH}{uuid.uuid4().hex}"
-            with suppress(FileNotFoundError):
-                self.path_of(entry_id).rename(path)
-            trash.append((path, entry.size_bytes))
+            paths += entry.built.paths
             self._clock = max(self._clock, entry.priority)
             num_bytes -= entry.size_bytes
-        return trash
-
-    def _remove(self, trash: list[tuple[Path, int]]) -> int:
-        """Removes what was taken out of the way, without the lock. Returns the bytes."""
-        for path, _ in trash:
-            shutil.rmtree(path, ignore_errors=True)
-        num_bytes = sum(size for _, size in trash)
-        with self._lock:
-            self._used_bytes -= num_bytes
-        return num_bytes
+        return paths
 
     def _make_room(self, size_bytes: int) -> None:
         """Removes idle entries that a build of so many bytes needs gone."""
-        status = os.statvfs(self._directory)
-        with self._lock:
-            over_budget = self._used_bytes + size_bytes - self._budget_bytes
-            trash = self._evict(max(over_budget, size_bytes - status.f_bavail * status.f_frsize))
-        self._remove(trash)
+        self._store.sweep()
+        while True:
+            free_bytes = self._store.free_bytes()
+            with self._lock:
+                over_budget = self._taken_bytes() + size_bytes - self._budget_bytes
+                evicted = self._evict(max(over_budget, size_bytes - free_bytes))
+            if not evicted:
+                return
+            # More than once, since what other entries share is not freed with an entry.
+            self._store.release(evicted)
+
+    def _taken_bytes(self) -> int:
+        """Of the budget. Needs the lock; a build that publishes meanwhile may be counted twice, never not at all."""
+        return self._store.used_bytes + self._reserved_bytes
 
     def _reserve(self, size_bytes: int) -> None:
         self._make_room(size_bytes)
-        status = os.statvfs(self._directory)
-        free_bytes = status.f_bavail * status.f_frsize
+        free_bytes = self._store.free_bytes()
         with self._lock:
-            if self._used_bytes + size_bytes > self._budget_bytes:
+            used_bytes = self._taken_bytes()
+            if used_bytes + size_bytes > self._budget_bytes:
                 raise ResourceExhaustedError(
-                    f"the slices of this adapter take {size_bytes} bytes; the cache holds {self._used_bytes} of its "
+                    f"the slices of this adapter take {size_bytes} bytes; the cache holds {used_bytes} of its "
                     f"budget of {self._budget_bytes} bytes (EPILORA_CACHE_BUDGET_BYTES). Unload an adapter or raise it",
                     reason="CACHE_FULL",
-                    metadata={"needed": size_bytes, "used": self._used_bytes, "budget": self._budget_bytes},
+                    metadata={"needed": size_bytes, "used": used_bytes, "budget": self._budget_bytes},
                 )
             if size_bytes > free_bytes:
                 raise ResourceExhaustedError(
-                    f"the slices of this adapter take {size_bytes} bytes; {self._directory} has {free_bytes} free. "
-                    "Make its filesystem larger (in a container: the size of /dev/shm) or unload an adapter",
+                    f"the slices of this adapter take {size_bytes} bytes; {self._store.directory} has {free_bytes} "
+                    "free. Make its filesystem larger (in a container: the size of /dev/shm) or unload an adapter",
                     reason="CACHE_FULL",
                     metadata={"needed": size_bytes, "free": free_bytes},
                 )
-            self._used_bytes += size_bytes
-
-    def _try_lock(self) -> bool:
-        try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+            self._reserved_bytes += size_bytes
 
 
-def _is_ours(name: str) -> bool:
-    return bool(_ENTRY_NAME.fullmatch(name)) or name.startswith((_UNFINISHED, _TRASH))
+def _may_go(entry: _Entry) -> bool:
+    return not entry.leases and not entry.is_pinned
+
+
+def _at(slices: Sequence[loader_service_pb2.Slice], paths: Sequence[Path]) -> tuple[loader_service_pb2.Slice, ...]:
+    moved = []
+    for piece, path in zip(slices, paths, strict=True):
+        copy = loader_service_pb2.Slice()
+        copy.CopyFrom(piece)
+        copy.path = str(path)
+        moved.append(copy)
+    return tuple(moved)

@@ -53,11 +53,18 @@ class BuildRequest:
 
     def entry_id(self, source: SourceIdentity) -> str:
         """Identity of the slices that this request makes of a source, 32 hex digits."""
+        return self._id_of(source.digest)
+
+    def shared_key(self, source: SourceIdentity) -> str:
+        """The same between nodes that mount the source, 32 hex digits."""
+        return self._id_of(source.shared_digest)
+
+    def _id_of(self, source_digest: str) -> str:
         dense = [
             [module.module, module.in_features, module.out_features] for module in self.target.dense_modules.values()
         ]
         parts = [
-            source.digest,
+            source_digest,
             LAYOUT_VERSION,
             [spec.digest for spec in self.load_specs],
             self.target.family.model_type,

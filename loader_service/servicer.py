@@ -30,6 +30,7 @@ class LoaderServicer(loader_service_pb2_grpc.LoaderServiceServicer):
                 adapter_digest=built.adapter_digest,
                 slices=built.slices,
                 report=ticket.report(built),
+                pinned_source=ticket.pinned_source,
             )
             await context.write(loader_service_pb2.BuildSlicesResponse(result=result))
             ticket.keep()
@@ -43,7 +44,7 @@ class LoaderServicer(loader_service_pb2_grpc.LoaderServiceServicer):
     async def GetCache(  # noqa: N802
         self, request: loader_service_pb2.GetCacheRequest, context: Any
     ) -> loader_service_pb2.GetCacheResponse:
-        state = self._builds.state()
+        state, redis = self._builds.state(), self._builds.redis_counters()
         return loader_service_pb2.GetCacheResponse(
             num_entries=state.num_entries,
             used_bytes=state.used_bytes,
@@ -51,4 +52,16 @@ class LoaderServicer(loader_service_pb2_grpc.LoaderServiceServicer):
             num_builds=state.num_builds,
             num_leases=state.num_leases,
             instance_id=self._builds.instance_id,
+            num_redis_pulls=redis.num_pulled,
+            num_redis_pushes=redis.num_pushed,
+            num_redis_losses=redis.num_lost,
+            num_redis_errors=redis.num_errors,
+        )
+
+    async def VerifyCache(  # noqa: N802
+        self, request: loader_service_pb2.VerifyCacheRequest, context: Any
+    ) -> loader_service_pb2.VerifyCacheResponse:
+        found = await self._builds.verify()
+        return loader_service_pb2.VerifyCacheResponse(
+            num_slices=found.num_slices, num_bytes=found.num_bytes, damaged_paths=found.damaged_paths
         )

@@ -13,7 +13,7 @@ from types import TracebackType
 from urllib.parse import unquote, urlsplit
 
 from epilora.adapters.peft_config import MAX_CONFIG_BYTES
-from epilora.adapters.weights import AdapterWeights
+from epilora.adapters.weights import STAT_NUMBERS, AdapterWeights
 from epilora.errors import AdapterFormatError, InvalidArgumentError, NotFoundError, PermissionDeniedError
 
 CONFIG_NAME = "adapter_config.json"
@@ -28,11 +28,21 @@ class SourceIdentity:
     """Device, inode, size, mtime in ns and ctime in ns of each weight file."""
     config_digest: str
     header_digest: str
+    pinned_source: str = ""
+    """The source with its revision pinned, if it is in a repository that has revisions. Not a part of the digests."""
 
     @property
     def digest(self) -> str:
         """Of all of it, 64 hex digits."""
-        canonical = json.dumps([self.weights_stat, self.config_digest, self.header_digest])
+        return self._digest_of(self.weights_stat)
+
+    @property
+    def shared_digest(self) -> str:
+        """The same for every node that mounts the files: without the device, which each node numbers as it likes."""
+        return self._digest_of([number for place, number in enumerate(self.weights_stat) if place % STAT_NUMBERS])
+
+    def _digest_of(self, stat: Sequence[int]) -> str:
+        canonical = json.dumps([stat, self.config_digest, self.header_digest])
         return hashlib.sha256(canonical.encode()).hexdigest()
 
 

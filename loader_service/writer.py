@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,10 @@ class BuildProgress:
     def is_cancelled(self) -> bool:
         """True after cancel."""
         return self._cancelled.is_set()
+
+    def wait(self, seconds: float) -> None:
+        """Waits for so long, or until cancel."""
+        self._cancelled.wait(seconds)
 
     def check(self) -> None:
         """Raises BuildCancelledError after cancel."""
@@ -108,9 +112,8 @@ def write_slices(
         return copier.result
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Bytes of one tensor that follow each other in the file."""
+class _Span(NamedTuple):
+    """Bytes of one tensor that follow each other in the file. A tuple, since an adapter has tens of thousands."""
 
     tensor: TensorEntry
     offset: int
@@ -145,16 +148,15 @@ class _Copier:
         self._progress.bytes_done += sum(piece.size_bytes for piece in pieces)
 
     def _copy_rows(self, pieces: Sequence[Piece]) -> None:
-        if len(pieces) > 1 and all(piece.regions == pieces[0].regions for piece in pieces[1:]):
-            for batch in _batches(pieces[0].regions):
-                block = self._files[pieces[0].slice_index].take(sum(span.size for span in batch))
+        """Matrices of whole rows; one that several slices hold is read once."""
+        shared = len(pieces) > 1 and all(piece.regions == pieces[0].regions for piece in pieces[1:])
+        for piece in pieces[:1] if shared else pieces:
+            file = self._files[piece.slice_index]
+            for batch, size in _batches(piece.regions):
+                block = file.take(size)
                 self._read(batch, block)
-                for piece in pieces[1:]:
-                    self._files[piece.slice_index].put(block)
-            return
-        for piece in pieces:
-            for batch in _batches(piece.regions):
-                self._read(batch, self._files[piece.slice_index].take(sum(span.size for span in batch)))
+                for other in pieces[1:] if shared else ():
+                    self._files[other.slice_index].put(block)
 
     def _copy_transposed(self, pieces: Sequence[Piece]) -> None:
         """Matrices of whole rows, each of which is turned."""
@@ -205,54 +207,63 @@ class _Copier:
 
     def _read(self, spans: Sequence[_Span], target: Bytes) -> None:
         """Reads and checks spans of one dtype that fill the target."""
+        memory, fds = target.data, self._source_fds
+        starts = []
         start = 0
-        for span in _joined(spans):
-            _read(self._source_fds[span.tensor.file], target[start : start + span.size], span.offset)
-            start += span.size
+        for tensor, offset, size in spans:
+            # Unrolled here: a per-expert adapter has tens of thousands of spans of some 50 KB each.
+            if os.preadv(fds[tensor.file], [memory[start : start + size]], offset) != size:
+                _read_rest(fds[tensor.file], memory[start : start + size], offset)
+            starts.append(start)
+            start += size
         self.result.bytes_read += start
-        is_finite = _is_finite(target, spans[0].tensor.dtype)
+        if not _is_finite(target, spans[0].tensor.dtype):
+            raise _non_finite(self._first_non_finite(spans, target))
+        self._note_zeros(spans, starts, target)
+
+    def _first_non_finite(self, spans: Sequence[_Span], target: Bytes) -> TensorEntry:
         start = 0
-        for span in spans:
-            raw = target[start : start + span.size]
-            start += span.size
-            index = span.tensor.index
-            if not is_finite and not _is_finite(raw, span.tensor.dtype):
-                raise _non_finite(span.tensor)
-            if index not in self.result.nonzero:
-                self.result.seen.add(index)
-                # The first byte decides for nearly all tensors that are not zero.
-                if raw[0] or raw.any():
-                    self.result.nonzero.add(index)
+        for tensor, _, size in spans:
+            if not _is_finite(target[start : start + size], tensor.dtype):
+                return tensor
+            start += size
+        raise AssertionError("one of them was found to be not finite")
+
+    def _note_zeros(self, spans: Sequence[_Span], starts: Sequence[int], target: Bytes) -> None:
+        nonzero, seen = self.result.nonzero, self.result.seen
+        # The first byte decides for nearly all tensors that are not zero.
+        for (tensor, _, size), start, first in zip(spans, starts, target[list(starts)].tolist(), strict=True):
+            seen.add(tensor.index)
+            if first or (tensor.index not in nonzero and target[start : start + size].any()):
+                nonzero.add(tensor.index)
 
 
-def _batches(regions: Sequence[Region]) -> Iterator[list[_Span]]:
-    """The bytes of regions of whole rows, in batches of a block at most."""
+def _batches(regions: Sequence[Region]) -> Iterator[tuple[list[_Span], int]]:
+    """The bytes of regions of whole rows, in batches of a block at most, and the size of each batch."""
     batch: list[_Span] = []
-    room = BLOCK_BYTES
+    used = 0
     for region in regions:
-        tensor = region.tensor
-        offset, end = _row_offset(tensor, region.row_begin), _row_offset(tensor, region.row_end)
+        # Unrolled here, too.
+        tensor, begin, end = region.tensor, region.row_begin, region.row_end
+        offset, size = tensor.offset, tensor.size_bytes
+        if begin or end * tensor.shape[-1] * FLOAT_BYTES[tensor.dtype] != size:
+            offset, size = _row_offset(tensor, begin), _row_offset(tensor, end) - _row_offset(tensor, begin)
+        if used + size <= BLOCK_BYTES:
+            if size:
+                batch.append(_Span(tensor, offset, size))
+            used += size
+            continue
+        end = offset + size
         while offset < end:
-            if room == 0 or (batch and end - offset > room and end - offset <= BLOCK_BYTES):
-                yield batch
-                batch, room = [], BLOCK_BYTES
-            size = min(end - offset, room)
+            size = end - offset
+            if used == BLOCK_BYTES or (batch and used + size > BLOCK_BYTES >= size):
+                yield batch, used
+                batch, used = [], 0
+            size = min(size, BLOCK_BYTES - used)
             batch.append(_Span(tensor, offset, size))
-            offset, room = offset + size, room - size
+            offset, used = offset + size, used + size
     if batch:
-        yield batch
-
-
-def _joined(spans: Sequence[_Span]) -> Iterator[_Span]:
-    """Spans, with those made one that follow each other in the file."""
-    held = spans[0]
-    for span in spans[1:]:
-        if span.tensor.file == held.tensor.file and span.offset == held.offset + held.size:
-            held = _Span(held.tensor, held.offset, held.size + span.size)
-        else:
-            yield held
-            held = span
-    yield held
+        yield batch, used
 
 
 def _row_offset(tensor: TensorEntry, row: int) -> int:
@@ -263,10 +274,11 @@ def _is_range(values: Sequence[int]) -> bool:
     return all(value == values[0] + index for index, value in enumerate(values))
 
 
-def _read(fd: int, buffer: Bytes, offset: int) -> None:
+def _read_rest(fd: int, buffer: memoryview, offset: int) -> None:
+    """Reads again what one call did not read whole."""
     done = 0
     while done < len(buffer):
-        count = os.preadv(fd, [buffer[done:].data], offset + done)
+        count = os.preadv(fd, [buffer[done:]], offset + done)
         if count == 0:
             raise AbortedError(
                 f"the adapter's weights ended at byte {offset + done} while they were read: the file was changed",

@@ -234,7 +234,6 @@ def _metadata(spec: MoEEPLoadSpec) -> SliceMetadata:
         model_digest=spec.model_digest,
         placement_id=spec.placement_id,
         ep_rank=spec.ep_rank,
-        adapter_digest="",
     )
 
 

@@ -8,10 +8,10 @@ Legend: e local slots of a rank, r_s lora_rank of slot s (0 without a pair).
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import NamedTuple
 
 from epilora.adapters.normal_form import LoraPair, NormalForm, Region
 from epilora.families import Projection
@@ -23,12 +23,15 @@ from epilora.slices import (
     dense_tensor_name,
     expert_tensor_name,
     lay_out,
+    lay_out_alike,
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """What one slice file has under one tensor name: matrices one after the other, row-major, without gaps."""
+class Piece(NamedTuple):
+    """What one slice file has under one tensor name: matrices one after the other, row-major, without gaps.
+
+    A tuple, since a plan has thousands.
+    """
 
     slice_index: int
     """Position of the slice in the plan."""
@@ -67,9 +70,7 @@ class SlicePlan:
 def plan_slices(form: NormalForm, specs: Sequence[SliceSpec]) -> SlicePlan:
     """Plans the slice files of some ranks."""
     drafts = [_draft(form, spec) for spec in specs]
-    layouts = tuple(
-        lay_out([item.tensor for item in draft], spec.metadata) for draft, spec in zip(drafts, specs, strict=True)
-    )
+    layouts = _lay_out_all(drafts, specs)
     tensors: dict[str, list[Piece]] = {}
     for index, (draft, layout) in enumerate(zip(drafts, layouts, strict=True)):
         for item in draft:
@@ -84,12 +85,11 @@ def plan_slices(form: NormalForm, specs: Sequence[SliceSpec]) -> SlicePlan:
     # A name's place among the others is the same in every slice, but the first slice need not have all names.
     order = {name: place for place, name in enumerate(_names(form))}
     return SlicePlan(
-        layouts=layouts, tensors=tuple(tuple(tensors[name]) for name in sorted(tensors, key=order.__getitem__))
+        layouts=tuple(layouts), tensors=tuple(tuple(tensors[name]) for name in sorted(tensors, key=order.__getitem__))
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Item:
+class _Item(NamedTuple):
     """A tensor of one slice file before it has an offset, and what it is made of."""
 
     tensor: SliceTensor
@@ -97,8 +97,18 @@ class _Item:
     constant: bytes = b""
 
 
+def _lay_out_all(drafts: Sequence[Sequence[_Item]], specs: Sequence[SliceSpec]) -> list[SliceLayout]:
+    layouts: list[SliceLayout] = []
+    tensors: list[SliceTensor] = []
+    for draft, spec in zip(drafts, specs, strict=True):
+        before, tensors = tensors, [item.tensor for item in draft]
+        alike = lay_out_alike(layouts[-1], spec.metadata) if layouts and tensors == before else None
+        layouts.append(alike or lay_out(tensors, spec.metadata))
+    return layouts
+
+
 def _constant(name: str, dtype: str, values: Sequence[float]) -> _Item:
-    raw = np.array(values, dtype={"I32": "<i4", "F32": "<f4"}[dtype]).tobytes()
+    raw = struct.pack(f"<{len(values)}{'i' if dtype == 'I32' else 'f'}", *values)
     return _Item(tensor=SliceTensor(name=name, dtype=dtype, shape=(len(values),)), constant=raw)
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +26,14 @@ OpenFile = Callable[[Path], int | None]
 """Opens a file for reading: a descriptor, or None if there is no such file."""
 
 WEIGHTS_NAME = "adapter_model.safetensors"
-_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
-_TORCH_NAMES = ("adapter_model.bin", "adapter_model.pt")
+INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
+TORCH_NAMES = ("adapter_model.bin", "adapter_model.pt")
 _SHARD = re.compile(r"adapter_model-(\d{5})-of-(\d{5})\.safetensors")
 _MAX_FILES = 1024
 _MAX_INDEX_BYTES = 64 << 20
 _FIELD = "source"
+STAT_NUMBERS = 5
+"""Numbers of each file in `AdapterWeights.stat`; the first is its device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +143,7 @@ class AdapterWeights:
         wrong = sorted(name for name in names if held.get(name) != self._weight_map.get(name))
         if wrong:
             raise AdapterFormatError(
-                f"{_INDEX_NAME} has {wrong[0]} in {self._weight_map.get(wrong[0])}, the files have it in "
+                f"{INDEX_NAME} has {wrong[0]} in {self._weight_map.get(wrong[0])}, the files have it in "
                 f"{held.get(wrong[0])} ({len(wrong)} tensors differ)",
                 reason="BAD_INDEX",
                 field=_FIELD,
@@ -167,39 +169,63 @@ def _open(fd: int, path: Path, max_header_bytes: int) -> _File:
     return _File(fd=fd, where=str(path), directory=directory, archive=archive, stat=_stat(fd))
 
 
-def _weight_files(directory: Path, open_file: OpenFile) -> tuple[list[Path], Mapping[str, str] | None]:
-    """The files, and the index that says which tensor is in which. What PEFT itself would load comes first."""
-    names = sorted(os.listdir(directory))
+def choose_weight_names(names: Sequence[str], *, where: str) -> list[str]:
+    """Which files of a directory hold the weights, by their names. What PEFT itself would load comes first.
+
+    Args:
+        names: of the directory's files.
+        where: the directory, for messages.
+
+    Returns:
+        The names. Of shards with an index, the index and all files that it may name.
+
+    Raises:
+        AdapterFormatError: reason NO_ADAPTER_WEIGHTS.
+    """
+    names = sorted(names)
     if WEIGHTS_NAME in names:
-        return [directory / WEIGHTS_NAME], None
-    if _INDEX_NAME in names:
-        weight_map = _read_index(directory / _INDEX_NAME, open_file)
-        return [directory / name for name in sorted(set(weight_map.values()))], weight_map
+        return [WEIGHTS_NAME]
+    if INDEX_NAME in names:
+        return [INDEX_NAME, *(name for name in names if name.endswith(".safetensors"))]
     shards = [match for match in map(_SHARD.fullmatch, names) if match]
     if shards:
         numbers, totals = {int(match[1]) for match in shards}, {int(match[2]) for match in shards}
         if len(totals) != 1 or numbers != set(range(1, max(totals) + 1)):
             raise AdapterFormatError(
-                f"{directory} has {len(shards)} shards of {sorted(totals)}, expected all of one set",
+                f"{where} has {len(shards)} shards of {sorted(totals)}, expected all of one set",
                 reason="NO_ADAPTER_WEIGHTS",
                 field=_FIELD,
             )
-        return [directory / match[0] for match in shards], None
-    for name in _TORCH_NAMES:
+        return [match[0] for match in shards]
+    for name in TORCH_NAMES:
         if name in names:
-            return [directory / name], None
+            return [name]
     similar = [name for name in names if name.endswith((".safetensors", ".bin", ".pt", ".pth", ".index.json"))]
     found = (
         f"found {', '.join(similar[:5])}, which is not named as an adapter's weights are" if similar else "found none"
     )
-    raise AdapterFormatError(f"{directory} has no {WEIGHTS_NAME}: {found}", reason="NO_ADAPTER_WEIGHTS", field=_FIELD)
+    raise AdapterFormatError(f"{where} has no {WEIGHTS_NAME}: {found}", reason="NO_ADAPTER_WEIGHTS", field=_FIELD)
 
 
-def _read_index(path: Path, open_file: OpenFile) -> Mapping[str, str]:
+def shard_names(index: bytes, *, where: str) -> list[str]:
+    """The files that an index names, from its content. Raises AdapterFormatError, reason BAD_INDEX."""
+    return sorted(set(_weight_map(index, where).values()))
+
+
+def _weight_files(directory: Path, open_file: OpenFile) -> tuple[list[Path], Mapping[str, str] | None]:
+    """The files, and the index that says which tensor is in which."""
+    names = choose_weight_names(os.listdir(directory), where=str(directory))
+    if names[0] != INDEX_NAME:
+        return [directory / name for name in names], None
+    path = directory / INDEX_NAME
     fd = open_file(path)
     assert fd is not None, path
     with os.fdopen(fd, "rb") as stream:
-        content = stream.read(_MAX_INDEX_BYTES + 1)
+        weight_map = _weight_map(stream.read(_MAX_INDEX_BYTES + 1), str(path))
+    return [directory / name for name in sorted(set(weight_map.values()))], weight_map
+
+
+def _weight_map(content: bytes, where: str) -> Mapping[str, str]:
     weight_map: dict[str, str] = {}
     try:
         found = json.loads(content)["weight_map"] if len(content) <= _MAX_INDEX_BYTES else None
@@ -209,7 +235,7 @@ def _read_index(path: Path, open_file: OpenFile) -> Mapping[str, str]:
         weight_map = {}
     if not 1 <= len(set(weight_map.values())) <= _MAX_FILES:
         raise AdapterFormatError(
-            f"{path} is not an index: expected a weight_map of tensor names to names of safetensors files beside it",
+            f"{where} is not an index: expected a weight_map of tensor names to names of safetensors files beside it",
             reason="BAD_INDEX",
             field=_FIELD,
         )

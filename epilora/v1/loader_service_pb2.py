@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from epilora.v1 import types_pb2 as epilora_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x65pilora/v1/loader_service.proto\x12\nepilora.v1\x1a\x16\x65pilora/v1/types.proto\"\xdd\x01\n\x12\x42uildSlicesRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\x12-\n\nload_specs\x18\x02 \x03(\x0b\x32\x19.epilora.v1.MoEEPLoadSpec\x12.\n\rdense_modules\x18\x03 \x03(\x0b\x32\x17.epilora.v1.DenseModule\x12\x15\n\rallow_partial\x18\x04 \x01(\x08\x12\x12\n\nmodel_type\x18\x05 \x01(\t\x12-\n\x0clayout_hints\x18\x06 \x01(\x0b\x32\x17.epilora.v1.LayoutHints\"x\n\x13\x42uildSlicesResponse\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x19.epilora.v1.BuildProgressH\x00\x12)\n\x06result\x18\x02 \x01(\x0b\x32\x17.epilora.v1.BuildResultH\x00\x42\x07\n\x05\x65vent\"8\n\rBuildProgress\x12\x12\n\nbytes_done\x18\x01 \x01(\x03\x12\x13\n\x0b\x62ytes_total\x18\x02 \x01(\x03\"\x89\x01\n\x0b\x42uildResult\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x02 \x01(\t\x12!\n\x06slices\x18\x03 \x03(\x0b\x32\x11.epilora.v1.Slice\x12-\n\x06report\x18\x04 \x01(\x0b\x32\x1d.epilora.v1.AdapterLoadReport\"v\n\x05Slice\x12\x0f\n\x07\x65p_rank\x18\x01 \x01(\x05\x12\x14\n\x0cplacement_id\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12\x14\n\x0ctensor_bytes\x18\x05 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\"(\n\x14ReleaseSlicesRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\",\n\x15ReleaseSlicesResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\"\x11\n\x0fGetCacheRequest\"\x8e\x01\n\x10GetCacheResponse\x12\x13\n\x0bnum_entries\x18\x01 \x01(\x05\x12\x12\n\nused_bytes\x18\x02 \x01(\x03\x12\x14\n\x0c\x62udget_bytes\x18\x03 \x01(\x03\x12\x12\n\nnum_builds\x18\x04 \x01(\x03\x12\x12\n\nnum_leases\x18\x05 \x01(\x05\x12\x13\n\x0binstance_id\x18\x06 \x01(\t2\xfe\x01\n\rLoaderService\x12P\n\x0b\x42uildSlices\x12\x1e.epilora.v1.BuildSlicesRequest\x1a\x1f.epilora.v1.BuildSlicesResponse0\x01\x12T\n\rReleaseSlices\x12 .epilora.v1.ReleaseSlicesRequest\x1a!.epilora.v1.ReleaseSlicesResponse\x12\x45\n\x08GetCache\x12\x1b.epilora.v1.GetCacheRequest\x1a\x1c.epilora.v1.GetCacheResponseB<\n\x0e\x64\x65v.epilora.v1B\x12LoaderServiceProtoP\x01Z\x14\x65pilora/v1;epilorav1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1f\x65pilora/v1/loader_service.proto\x12\nepilora.v1\x1a\x16\x65pilora/v1/types.proto\"\xdd\x01\n\x12\x42uildSlicesRequest\x12\x0e\n\x06source\x18\x01 \x01(\t\x12-\n\nload_specs\x18\x02 \x03(\x0b\x32\x19.epilora.v1.MoEEPLoadSpec\x12.\n\rdense_modules\x18\x03 \x03(\x0b\x32\x17.epilora.v1.DenseModule\x12\x15\n\rallow_partial\x18\x04 \x01(\x08\x12\x12\n\nmodel_type\x18\x05 \x01(\t\x12-\n\x0clayout_hints\x18\x06 \x01(\x0b\x32\x17.epilora.v1.LayoutHints\"x\n\x13\x42uildSlicesResponse\x12-\n\x08progress\x18\x01 \x01(\x0b\x32\x19.epilora.v1.BuildProgressH\x00\x12)\n\x06result\x18\x02 \x01(\x0b\x32\x17.epilora.v1.BuildResultH\x00\x42\x07\n\x05\x65vent\"8\n\rBuildProgress\x12\x12\n\nbytes_done\x18\x01 \x01(\x03\x12\x13\n\x0b\x62ytes_total\x18\x02 \x01(\x03\"\xa0\x01\n\x0b\x42uildResult\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x16\n\x0e\x61\x64\x61pter_digest\x18\x02 \x01(\t\x12!\n\x06slices\x18\x03 \x03(\x0b\x32\x11.epilora.v1.Slice\x12-\n\x06report\x18\x04 \x01(\x0b\x32\x1d.epilora.v1.AdapterLoadReport\x12\x15\n\rpinned_source\x18\x05 \x01(\t\"v\n\x05Slice\x12\x0f\n\x07\x65p_rank\x18\x01 \x01(\x05\x12\x14\n\x0cplacement_id\x18\x02 \x01(\t\x12\x0c\n\x04path\x18\x03 \x01(\t\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\x12\x14\n\x0ctensor_bytes\x18\x05 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x06 \x01(\t\"(\n\x14ReleaseSlicesRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\",\n\x15ReleaseSlicesResponse\x12\x13\n\x0b\x66reed_bytes\x18\x01 \x01(\x03\"\x11\n\x0fGetCacheRequest\"\xf5\x01\n\x10GetCacheResponse\x12\x13\n\x0bnum_entries\x18\x01 \x01(\x05\x12\x12\n\nused_bytes\x18\x02 \x01(\x03\x12\x14\n\x0c\x62udget_bytes\x18\x03 \x01(\x03\x12\x12\n\nnum_builds\x18\x04 \x01(\x03\x12\x12\n\nnum_leases\x18\x05 \x01(\x05\x12\x13\n\x0binstance_id\x18\x06 \x01(\t\x12\x17\n\x0fnum_redis_pulls\x18\x07 \x01(\x03\x12\x18\n\x10num_redis_pushes\x18\x08 \x01(\x03\x12\x18\n\x10num_redis_losses\x18\t \x01(\x03\x12\x18\n\x10num_redis_errors\x18\n \x01(\x03\"\x14\n\x12VerifyCacheRequest\"S\n\x13VerifyCacheResponse\x12\x12\n\nnum_slices\x18\x01 \x01(\x05\x12\x11\n\tnum_bytes\x18\x02 \x01(\x03\x12\x15\n\rdamaged_paths\x18\x03 \x03(\t2\xce\x02\n\rLoaderService\x12P\n\x0b\x42uildSlices\x12\x1e.epilora.v1.BuildSlicesRequest\x1a\x1f.epilora.v1.BuildSlicesResponse0\x01\x12T\n\rReleaseSlices\x12 .epilora.v1.ReleaseSlicesRequest\x1a!.epilora.v1.ReleaseSlicesResponse\x12\x45\n\x08GetCache\x12\x1b.epilora.v1.GetCacheRequest\x1a\x1c.epilora.v1.GetCacheResponse\x12N\n\x0bVerifyCache\x12\x1e.epilora.v1.VerifyCacheRequest\x1a\x1f.epilora.v1.VerifyCacheResponseB<\n\x0e\x64\x65v.epilora.v1B\x12LoaderServiceProtoP\x01Z\x14\x65pilora/v1;epilorav1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,17 +40,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BUILDPROGRESS']._serialized_start=417
   _globals['_BUILDPROGRESS']._serialized_end=473
   _globals['_BUILDRESULT']._serialized_start=476
-  _globals['_BUILDRESULT']._serialized_end=613
-  _globals['_SLICE']._serialized_start=615
-  _globals['_SLICE']._serialized_end=733
-  _globals['_RELEASESLICESREQUEST']._serialized_start=735
-  _globals['_RELEASESLICESREQUEST']._serialized_end=775
-  _globals['_RELEASESLICESRESPONSE']._serialized_start=777
-  _globals['_RELEASESLICESRESPONSE']._serialized_end=821
-  _globals['_GETCACHEREQUEST']._serialized_start=823
-  _globals['_GETCACHEREQUEST']._serialized_end=840
-  _globals['_GETCACHERESPONSE']._serialized_start=843
-  _globals['_GETCACHERESPONSE']._serialized_end=985
-  _globals['_LOADERSERVICE']._serialized_start=988
-  _globals['_LOADERSERVICE']._serialized_end=1242
+  _globals['_BUILDRESULT']._serialized_end=636
+  _globals['_SLICE']._serialized_start=638
+  _globals['_SLICE']._serialized_end=756
+  _globals['_RELEASESLICESREQUEST']._serialized_start=758
+  _globals['_RELEASESLICESREQUEST']._serialized_end=798
+  _globals['_RELEASESLICESRESPONSE']._serialized_start=800
+  _globals['_RELEASESLICESRESPONSE']._serialized_end=844
+  _globals['_GETCACHEREQUEST']._serialized_start=846
+  _globals['_GETCACHEREQUEST']._serialized_end=863
+  _globals['_GETCACHERESPONSE']._serialized_start=866
+  _globals['_GETCACHERESPONSE']._serialized_end=1111
+  _globals['_VERIFYCACHEREQUEST']._serialized_start=1113
+  _globals['_VERIFYCACHEREQUEST']._serialized_end=1133
+  _globals['_VERIFYCACHERESPONSE']._serialized_start=1135
+  _globals['_VERIFYCACHERESPONSE']._serialized_end=1218
+  _globals['_LOADERSERVICE']._serialized_start=1221
+  _globals['_LOADERSERVICE']._serialized_end=1555
 # @@protoc_insertion_point(module_scope)

@@ -40,16 +40,18 @@ class BuildProgress(_message.Message):
     def __init__(self, bytes_done: _Optional[int] = ..., bytes_total: _Optional[int] = ...) -> None: ...
 
 class BuildResult(_message.Message):
-    __slots__ = ("lease_id", "adapter_digest", "slices", "report")
+    __slots__ = ("lease_id", "adapter_digest", "slices", "report", "pinned_source")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_DIGEST_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
+    PINNED_SOURCE_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     adapter_digest: str
     slices: _containers.RepeatedCompositeFieldContainer[Slice]
     report: _types_pb2.AdapterLoadReport
-    def __init__(self, lease_id: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., slices: _Optional[_Iterable[_Union[Slice, _Mapping]]] = ..., report: _Optional[_Union[_types_pb2.AdapterLoadReport, _Mapping]] = ...) -> None: ...
+    pinned_source: str
+    def __init__(self, lease_id: _Optional[str] = ..., adapter_digest: _Optional[str] = ..., slices: _Optional[_Iterable[_Union[Slice, _Mapping]]] = ..., report: _Optional[_Union[_types_pb2.AdapterLoadReport, _Mapping]] = ..., pinned_source: _Optional[str] = ...) -> None: ...
 
 class Slice(_message.Message):
     __slots__ = ("ep_rank", "placement_id", "path", "size_bytes", "tensor_bytes", "digest")
@@ -84,17 +86,39 @@ class GetCacheRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetCacheResponse(_message.Message):
-    __slots__ = ("num_entries", "used_bytes", "budget_bytes", "num_builds", "num_leases", "instance_id")
+    __slots__ = ("num_entries", "used_bytes", "budget_bytes", "num_builds", "num_leases", "instance_id", "num_redis_pulls", "num_redis_pushes", "num_redis_losses", "num_redis_errors")
     NUM_ENTRIES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BUILDS_FIELD_NUMBER: _ClassVar[int]
     NUM_LEASES_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_REDIS_PULLS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REDIS_PUSHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_REDIS_LOSSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_REDIS_ERRORS_FIELD_NUMBER: _ClassVar[int]
     num_entries: int
     used_bytes: int
     budget_bytes: int
     num_builds: int
     num_leases: int
     instance_id: str
-    def __init__(self, num_entries: _Optional[int] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., num_builds: _Optional[int] = ..., num_leases: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
+    num_redis_pulls: int
+    num_redis_pushes: int
+    num_redis_losses: int
+    num_redis_errors: int
+    def __init__(self, num_entries: _Optional[int] = ..., used_bytes: _Optional[int] = ..., budget_bytes: _Optional[int] = ..., num_builds: _Optional[int] = ..., num_leases: _Optional[int] = ..., instance_id: _Optional[str] = ..., num_redis_pulls: _Optional[int] = ..., num_redis_pushes: _Optional[int] = ..., num_redis_losses: _Optional[int] = ..., num_redis_errors: _Optional[int] = ...) -> None: ...
+
+class VerifyCacheRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class VerifyCacheResponse(_message.Message):
+    __slots__ = ("num_slices", "num_bytes", "damaged_paths")
+    NUM_SLICES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_PATHS_FIELD_NUMBER: _ClassVar[int]
+    num_slices: int
+    num_bytes: int
+    damaged_paths: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, num_slices: _Optional[int] = ..., num_bytes: _Optional[int] = ..., damaged_paths: _Optional[_Iterable[str]] = ...) -> None: ...

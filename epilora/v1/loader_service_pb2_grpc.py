@@ -51,6 +51,11 @@ class LoaderServiceStub:
                 request_serializer=epilora_dot_v1_dot_loader__service__pb2.GetCacheRequest.SerializeToString,
                 response_deserializer=epilora_dot_v1_dot_loader__service__pb2.GetCacheResponse.FromString,
                 _registered_method=True)
+        self.VerifyCache = channel.unary_unary(
+                '/epilora.v1.LoaderService/VerifyCache',
+                request_serializer=epilora_dot_v1_dot_loader__service__pb2.VerifyCacheRequest.SerializeToString,
+                response_deserializer=epilora_dot_v1_dot_loader__service__pb2.VerifyCacheResponse.FromString,
+                _registered_method=True)
 
 
 class LoaderServiceServicer:
@@ -81,6 +86,14 @@ class LoaderServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def VerifyCache(self, request, context):
+        """Reads every slice in the cache and compares it with the digest that was taken when it was written.
+        An entry with a slice that differs is dropped: later calls build it anew.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LoaderServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -98,6 +111,11 @@ def add_LoaderServiceServicer_to_server(servicer, server):
                     servicer.GetCache,
                     request_deserializer=epilora_dot_v1_dot_loader__service__pb2.GetCacheRequest.FromString,
                     response_serializer=epilora_dot_v1_dot_loader__service__pb2.GetCacheResponse.SerializeToString,
+            ),
+            'VerifyCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.VerifyCache,
+                    request_deserializer=epilora_dot_v1_dot_loader__service__pb2.VerifyCacheRequest.FromString,
+                    response_serializer=epilora_dot_v1_dot_loader__service__pb2.VerifyCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -183,6 +201,33 @@ class LoaderService:
             '/epilora.v1.LoaderService/GetCache',
             epilora_dot_v1_dot_loader__service__pb2.GetCacheRequest.SerializeToString,
             epilora_dot_v1_dot_loader__service__pb2.GetCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/epilora.v1.LoaderService/VerifyCache',
+            epilora_dot_v1_dot_loader__service__pb2.VerifyCacheRequest.SerializeToString,
+            epilora_dot_v1_dot_loader__service__pb2.VerifyCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

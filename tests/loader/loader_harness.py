@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import numpy as np
 
 from epilora.errors import EpiloraError
 from epilora.load_spec import MoEEPLoadSpec
@@ -19,8 +20,29 @@ from epilora.v1 import loader_service_pb2 as pb
 from epilora.v1 import loader_service_pb2_grpc as pb_grpc
 from epilora.v1 import types_pb2
 from loader_service.server import LoaderServer
+from tests.unit.epilora_adapters import write_adapter
+from tests.unit.epilora_models import model_spec
 
 TIMEOUT_SECONDS = 60.0
+WIDE = 4096
+
+
+def wide_model(path: Path) -> ModelSpec:
+    """Wide enough that a build takes a moment."""
+    return model_spec(path, hidden_size=WIDE, head_dim=64, num_experts=16)
+
+
+def big_adapter(path: Path, *, lora_rank: int = 32, seed: int = 0) -> Path:
+    """For `wide_model`; about 50 MB at lora_rank 32."""
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for layer in range(2):
+        for expert in range(16):
+            for name, out, width in (("gate_proj", 6, WIDE), ("up_proj", 6, WIDE), ("down_proj", WIDE, 6)):
+                module = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{name}"
+                tensors[f"{module}.lora_A.weight"] = rng.random((lora_rank, width), dtype=np.float32)
+                tensors[f"{module}.lora_B.weight"] = rng.random((out, lora_rank), dtype=np.float32)
+    return write_adapter(path, tensors, r=lora_rank)
 
 
 def loader_settings(path: Path, roots: Sequence[Path], **changes: Any) -> LoaderSettings:
@@ -74,6 +96,10 @@ class LoaderClient:
         """Bytes freed."""
         reply = await self._stub.ReleaseSlices(pb.ReleaseSlicesRequest(lease_id=lease_id), timeout=TIMEOUT_SECONDS)
         return reply.freed_bytes
+
+    async def verify(self) -> pb.VerifyCacheResponse:
+        """Reads back the cache."""
+        return await self._stub.VerifyCache(pb.VerifyCacheRequest(), timeout=TIMEOUT_SECONDS)
 
     async def cache(self) -> pb.GetCacheResponse:
         """Numbers of the cache."""

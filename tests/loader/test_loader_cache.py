@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,35 +26,24 @@ from epilora.v1 import loader_service_pb2 as pb
 from epilora.v1 import types_pb2
 from loader_service.cache import BuiltSlices, SliceCache
 from loader_service.writer import BuildProgress, WriteResult, write_slices
-from tests.loader.loader_harness import LoaderClient, build_request, loader_settings, running_loader
-from tests.unit.epilora_adapters import write_adapter
-from tests.unit.epilora_models import model_spec
-
-WIDE = 4096
+from tests.loader.loader_harness import (
+    LoaderClient,
+    big_adapter,
+    build_request,
+    loader_settings,
+    running_loader,
+    wide_model,
+)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> ModelSpec:
-    """Wide enough that a build takes a moment."""
-    return model_spec(tmp_path / "model", hidden_size=WIDE, head_dim=64, num_experts=16)
-
-
-def _big_adapter(path: Path, *, lora_rank: int = 32, seed: int = 0) -> Path:
-    """About 50 MB at lora_rank 32."""
-    rng = np.random.default_rng(seed)
-    tensors = {}
-    for layer in range(2):
-        for expert in range(16):
-            for name, out, width in (("gate_proj", 6, WIDE), ("up_proj", 6, WIDE), ("down_proj", WIDE, 6)):
-                module = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{name}"
-                tensors[f"{module}.lora_A.weight"] = rng.random((lora_rank, width), dtype=np.float32)
-                tensors[f"{module}.lora_B.weight"] = rng.random((out, lora_rank), dtype=np.float32)
-    return write_adapter(path, tensors, r=lora_rank)
+    return wide_model(tmp_path / "model")
 
 
 @pytest.fixture
 def request_for(tmp_path: Path, model: ModelSpec) -> pb.BuildSlicesRequest:
-    adapter = _big_adapter(tmp_path / "adapters" / "a")
+    adapter = big_adapter(tmp_path / "adapters" / "a")
     return build_request(adapter, model, ExpertPlacement.make("linear", model, 2))
 
 
@@ -101,7 +89,7 @@ async def test_progress_grows_to_the_total(tmp_path: Path, request_for: pb.Build
 
 
 async def test_waiters_share_the_error(tmp_path: Path, model: ModelSpec) -> None:
-    adapter = _big_adapter(tmp_path / "adapters" / "a")
+    adapter = big_adapter(tmp_path / "adapters" / "a")
     weights = adapter / "adapter_model.safetensors"
     raw = bytearray(weights.read_bytes())
     raw[-4:] = np.float32("nan").tobytes()
@@ -162,11 +150,11 @@ async def test_entries_that_something_else_removed_are_built_anew(
 ) -> None:
     async with running_loader(loader_settings(tmp_path, [tmp_path / "adapters"])) as loader:
         first = await loader.build(request_for)
-        shutil.rmtree(Path(first.slices[0].path).parent)
+        Path(first.slices[0].path).unlink()
         second = await loader.build(request_for)
         assert not second.report.cache_hit
         assert all(Path(piece.path).exists() for piece in second.slices)
-        shutil.rmtree(Path(second.slices[0].path).parent)
+        Path(second.slices[0].path).unlink()
         assert await loader.release(first.lease_id) == 0
         assert await loader.release(second.lease_id) > 0
         assert (await loader.cache()).used_bytes == 0
@@ -174,7 +162,7 @@ async def test_entries_that_something_else_removed_are_built_anew(
 
 async def test_budget(tmp_path: Path, model: ModelSpec) -> None:
     placement = ExpertPlacement.make("linear", model, 2)
-    small = [_big_adapter(tmp_path / "adapters" / name, lora_rank=2, seed=seed) for seed, name in enumerate("ab")]
+    small = [big_adapter(tmp_path / "adapters" / name, lora_rank=2, seed=seed) for seed, name in enumerate("ab")]
     settings = loader_settings(tmp_path, [tmp_path / "adapters"], cache_budget_bytes=4 << 20)
     async with running_loader(settings) as loader:
         first = await loader.build(build_request(small[0], model, placement))
@@ -190,7 +178,7 @@ async def test_budget(tmp_path: Path, model: ModelSpec) -> None:
 
 async def test_idle_entries_stay_within_their_bytes(tmp_path: Path, model: ModelSpec) -> None:
     placement = ExpertPlacement.make("linear", model, 2)
-    adapters = [_big_adapter(tmp_path / "adapters" / name, lora_rank=2, seed=seed) for seed, name in enumerate("abc")]
+    adapters = [big_adapter(tmp_path / "adapters" / name, lora_rank=2, seed=seed) for seed, name in enumerate("abc")]
     requests = [build_request(adapter, model, placement) for adapter in adapters]
     settings = loader_settings(tmp_path, [tmp_path / "adapters"], cache_idle_bytes=8 << 20, cache_budget_bytes=17 << 19)
     async with running_loader(settings) as loader:
@@ -219,9 +207,10 @@ def test_the_entry_that_is_cheapest_to_build_for_its_size_goes_first(tmp_path: P
 
     def build(name: str, size: int, seconds: float) -> None:
         def write(directory: Path) -> BuiltSlices:
-            (directory / "file").write_bytes(b"x" * size)
+            (directory / "file").write_bytes(name.encode() * size)
             time.sleep(seconds)
-            return BuiltSlices(adapter_digest=name, slices=(), report=types_pb2.AdapterLoadReport())
+            piece = pb.Slice(path=str(directory / "file"), digest=name * 32)
+            return BuiltSlices(adapter_digest=name, slices=(piece,), report=types_pb2.AdapterLoadReport())
 
         cache.build(name * 32, size, write, lease=name)
 
@@ -243,7 +232,7 @@ def test_the_entry_that_is_cheapest_to_build_for_its_size_goes_first(tmp_path: P
 
 
 async def test_a_file_changed_in_place_is_another_entry(tmp_path: Path, model: ModelSpec) -> None:
-    adapter = _big_adapter(tmp_path / "adapters" / "a", lora_rank=2)
+    adapter = big_adapter(tmp_path / "adapters" / "a", lora_rank=2)
     request = build_request(adapter, model, ExpertPlacement.make("linear", model, 2))
     weights = adapter / "adapter_model.safetensors"
     async with running_loader(loader_settings(tmp_path, [tmp_path / "adapters"])) as loader:
@@ -258,7 +247,7 @@ async def test_a_file_changed_in_place_is_another_entry(tmp_path: Path, model: M
 
 
 def test_a_directory_has_one_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loader_service.cache._LOCK_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr("loader_service.slice_store._LOCK_TIMEOUT_SECONDS", 0.1)
     first = SliceCache(tmp_path / "cache", 1 << 20)
     first.open()
     with pytest.raises(FailedPreconditionError, match="another loader owns the cache directory"):
@@ -317,7 +306,7 @@ async def test_a_loader_wipes_what_a_killed_one_left(tmp_path: Path, request_for
         process.popen.send_signal(signal.SIGKILL)
         process.popen.wait(10)
     assert Path(result.slices[0].path).exists()
-    (cache / "unfinished-0123").mkdir()
+    (cache / f"unfinished-{'0' * 32}").mkdir()
     (cache / "somebody-elses").mkdir()
     with _Process(tmp_path) as process:
         await process.ready()

@@ -43,7 +43,6 @@ def write_adapter_slice(
         model_digest=load_spec.model_digest,
         placement_id=load_spec.placement_id,
         ep_rank=load_spec.ep_rank,
-        adapter_digest="00",
     )
     form = read_adapter(directory, spec, hints=hints)
     plan = plan_slices(form, [SliceSpec(layers=load_spec.layers, metadata=metadata)])

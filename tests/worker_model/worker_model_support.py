@@ -207,7 +207,6 @@ def write_slice(path: Path, adapter: Adapter, load_spec: MoEEPLoadSpec, *, dtype
         model_digest=load_spec.model_digest,
         placement_id=load_spec.placement_id,
         ep_rank=load_spec.ep_rank,
-        adapter_digest="00",
     )
     layout = lay_out(
         [SliceTensor(name=name, dtype=kind, shape=array.shape) for name, (kind, array) in arrays.items()], metadata
