@@ -6,13 +6,15 @@ Legend: e local slots, r lora rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from compute_worker.dense_lora import DensePair
+from compute_worker.expert_shard import ExpertShard
 from compute_worker.experts_base import LayerPairs, LoraPair
 from compute_worker.slice_reader import AdapterSlice, DenseSlice, ExpertSlice
+from epilora.model_spec import GateUpLayout
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 """(elements, dtype) -> flat tensor on the device."""
@@ -61,6 +63,25 @@ class AdapterPlan:
     def num_bytes(self) -> int:
         """All bytes."""
         return self.expert_bytes + self.dense_bytes
+
+
+def shard_slice(source: AdapterSlice, shard: ExpertShard, layouts: Mapping[int, GateUpLayout]) -> AdapterSlice:
+    """This rank's part of a slice, whose experts are whole.
+
+    Args:
+        source: of this rank's local experts.
+        shard: the part.
+        layouts: of gate and up, by layer.
+    """
+    if shard.count == 1:
+        return source
+    experts = []
+    for part in source.experts:
+        a, b = shard.pair(part.projection, layouts[part.layer], part.a, part.b, part.lora_rank)
+        is_down = part.projection == "down"
+        out_features = part.out_features if is_down else shard.width(part.out_features)
+        experts.append(replace(part, a=a, b=b, out_features=out_features))
+    return replace(source, experts=tuple(experts))
 
 
 def plan_adapter(source: AdapterSlice, *, dtype: torch.dtype | None, rank_multiple: int) -> AdapterPlan:

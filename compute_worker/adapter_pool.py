@@ -19,7 +19,8 @@ from typing import Protocol
 import structlog
 import torch
 
-from compute_worker.adapter_buffers import AdapterPlan, AdapterTensors, fill_adapter, plan_adapter
+from compute_worker.adapter_buffers import AdapterPlan, AdapterTensors, fill_adapter, plan_adapter, shard_slice
+from compute_worker.expert_shard import WHOLE, ExpertShard
 from compute_worker.slice_reader import AdapterSlice, read_slice
 from epilora.errors import (
     FailedPreconditionError,
@@ -95,6 +96,7 @@ class AdapterPool:
             need; 0 leaves them as they are.
         listeners: told of each activation and retirement.
         max_lora_rank: largest that the backend computes; 0: any.
+        shard: part of each local expert that this rank holds.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class AdapterPool:
         rank_multiple: int,
         listeners: Sequence[AdapterListener] = (),
         max_lora_rank: int = 0,
+        shard: ExpertShard = WHOLE,
     ) -> None:
         self._load_spec = load_spec
         self._dense_modules = {spec.module: spec for spec in model.dense_modules}
@@ -117,6 +120,8 @@ class AdapterPool:
         self._rank_multiple = rank_multiple
         self._listeners = tuple(listeners)
         self._max_lora_rank = max_lora_rank
+        self._shard = shard
+        self._layouts = {moe.layer: moe.gate_up_layout for moe in model.moe_layers}
         self._stage_lock = threading.Lock()
         self._lock = threading.Lock()
         self._entries: dict[int, _Entry] = {}
@@ -147,6 +152,7 @@ class AdapterPool:
                     raise _not_resident(name, generation)
             source = read_slice(path, placement_id=placement_id, load_spec=load_spec, dense_modules=self._dense_modules)
             self._check_ranks(name, source)
+            source = shard_slice(source, self._shard, self._layouts)
             plan = plan_adapter(source, dtype=self._dtype, rank_multiple=self._rank_multiple)
             self._check_room(name, plan.num_bytes, entries)
             tensors = self._copy(plan)

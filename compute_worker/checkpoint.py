@@ -20,6 +20,7 @@ from compute_worker.checkpoint_experts import (
     ExpertParameter,
     ExpertReader,
     FillExpert,
+    Role,
     check_shape,
     copy_tensor,
     draw,
@@ -28,6 +29,7 @@ from compute_worker.checkpoint_experts import (
 )
 from compute_worker.checkpoint_files import CheckpointFiles
 from compute_worker.checkpoint_keys import CheckpointPlan, plan_checkpoint
+from compute_worker.expert_shard import WHOLE, ExpertShard
 from compute_worker.experts_modules import ExpertsTraits, shape_of
 from compute_worker.model_description import build_without_memory
 from compute_worker.process_memory import used_bytes
@@ -69,11 +71,14 @@ class LoadedModel:
     reader: ExpertReader
 
 
+_ROLES = {"down_proj": Role.DOWN, "down_proj_bias": Role.DOWN_BIAS}
 _FillDense = Callable[[set[str], torch.Tensor], None]
 
 
-def load_model(settings: WorkerSettings, load_spec: MoEEPLoadSpec, device: torch.device) -> LoadedModel:
-    """Builds and fills the model.
+def load_model(
+    settings: WorkerSettings, load_spec: MoEEPLoadSpec, device: torch.device, shard: ExpertShard = WHOLE
+) -> LoadedModel:
+    """Builds and fills the model, with this rank's part of the local experts.
 
     Raises:
         NotFoundError: no config.json or weight files.
@@ -90,7 +95,7 @@ def load_model(settings: WorkerSettings, load_spec: MoEEPLoadSpec, device: torch
     _keep_in_float32(model, dtype)
     model.tie_weights()
     model.requires_grad_(False).eval()
-    experts = _expert_parameters(model, load_spec)
+    experts = _expert_parameters(model, load_spec, shard)
     if settings.load_format == "random":
         growth = _fill(model, experts, device, random_dense, random_expert)
         shapes = {name: parameter.full_shape for name, parameter in experts.items()}
@@ -100,7 +105,7 @@ def load_model(settings: WorkerSettings, load_spec: MoEEPLoadSpec, device: torch
         growth, reader = _fill_from_files(settings.model, quantization, model, experts, device)
     expert_bytes = sum(parameter.local().nbytes for parameter in experts.values())
     expected = sum(
-        torch.Size(parameter.full_shape[1:]).numel() * len(parameter.local_experts) * dtype.itemsize
+        torch.Size(parameter.slot_shape()).numel() * len(parameter.local_experts) * dtype.itemsize
         for parameter in experts.values()
     )
     assert expert_bytes == expected, (expert_bytes, expected)
@@ -141,7 +146,9 @@ def _keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.float()
 
 
-def _expert_parameters(model: PreTrainedModel, load_spec: MoEEPLoadSpec) -> dict[str, ExpertParameter]:
+def _expert_parameters(
+    model: PreTrainedModel, load_spec: MoEEPLoadSpec, shard: ExpertShard
+) -> dict[str, ExpertParameter]:
     """The 3D expert parameters by name, checked against the load spec."""
     found = {}
     for layer in load_spec.layers:
@@ -164,8 +171,17 @@ def _expert_parameters(model: PreTrainedModel, load_spec: MoEEPLoadSpec) -> dict
                 attribute=name,
                 local_experts=layer.local_experts,
                 full_shape=tuple(parameter.shape),
+                role=_ROLES.get(name, Role.FIRST),
+                split_dim=_split_dim(name, is_matrix=parameter.dim() == 3, is_transposed=traits.is_transposed),
+                layout=traits.layout,
+                shard=shard,
             )
     return found
+
+
+def _split_dim(name: str, *, is_matrix: bool, is_transposed: bool) -> int:
+    """See ExpertParameter.split_dim: down is [D, F], the first projection [H, D], or both the other way round."""
+    return int(is_matrix and (name == "down_proj") != is_transposed)
 
 
 def _unsupported_experts(model: nn.Module, moe: MoELayerSpec, what: str) -> InvalidArgumentError:
@@ -266,10 +282,10 @@ def _fill(
     _compute_tables(model, device)
     before = used_bytes(device)
     for name, parameter in experts.items():
-        shape = (len(parameter.local_experts), *parameter.full_shape[1:])
+        shape = (len(parameter.local_experts), *parameter.slot_shape())
         weight = torch.empty(shape, dtype=parameter.local().dtype, device=device)
         for slot, expert in enumerate(parameter.local_experts):
-            fill_expert(name, expert, weight[slot])
+            parameter.fill(fill_expert, name, expert, weight[slot])
         setattr(parameter.owner, parameter.attribute, nn.Parameter(weight, requires_grad=False))
     assert not any(parameter.is_meta for parameter in model.parameters())
     return used_bytes(device) - before

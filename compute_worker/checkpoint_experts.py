@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,8 +14,10 @@ from torch import nn
 
 from compute_worker.checkpoint_files import CheckpointFiles
 from compute_worker.checkpoint_keys import CheckpointPlan
+from compute_worker.expert_shard import ExpertShard
 from compute_worker.quantized_files import Weights, open_weights
 from epilora.errors import FailedPreconditionError, InvalidArgumentError
+from epilora.model_spec import GateUpLayout
 
 FillExpert = Callable[[str, int, torch.Tensor], None]
 """(name of a 3D expert parameter, logical expert, where its matrix goes)."""
@@ -22,21 +25,66 @@ FillExpert = Callable[[str, int, torch.Tensor], None]
 _RANDOM_STD = 0.02
 
 
+class Role(enum.Enum):
+    """What a parameter of an experts module does, which decides how it is split."""
+
+    FIRST = enum.auto()
+    """First projection or its bias."""
+    DOWN = enum.auto()
+    """Second projection."""
+    DOWN_BIAS = enum.auto()
+    """Its bias, which the first part of an expert has."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertParameter:
-    """A parameter [E, ...] of an experts module, of which this rank holds some slots."""
+    """A parameter [E, ...] of an experts module, of which this rank holds some slots, whole or split.
+
+    Attributes:
+        role: what it does.
+        split_dim: dimension of one expert's tensor that is the expert's width, or gate and up of it.
+        layout: of gate and up.
+        shard: part that this rank holds.
+    """
 
     layer: int
     owner: nn.Module
     attribute: str
     local_experts: tuple[int, ...]
     full_shape: tuple[int, ...]
+    role: Role
+    split_dim: int
+    layout: GateUpLayout
+    shard: ExpertShard
 
     def local(self) -> nn.Parameter:
         """The parameter as it is now."""
         parameter = getattr(self.owner, self.attribute)
         assert isinstance(parameter, nn.Parameter)
         return parameter
+
+    def slot_shape(self) -> tuple[int, ...]:
+        """Shape of one local slot."""
+        shape = list(self.full_shape[1:])
+        if self.role is not Role.DOWN_BIAS:
+            shape[self.split_dim] = self.shard.width(shape[self.split_dim])
+        return tuple(shape)
+
+    def fill(self, fill: FillExpert, name: str, expert: int, weight: torch.Tensor) -> None:
+        """Puts this rank's part of an expert into weight, of slot_shape."""
+        if self.shard.count == 1:
+            fill(name, expert, weight)
+            return
+        whole = torch.empty(self.full_shape[1:], dtype=weight.dtype, device=weight.device)
+        fill(name, expert, whole)
+        if self.role is Role.FIRST:
+            weight.copy_(self.shard.first(whole, self.split_dim, self.layout))
+        elif self.role is Role.DOWN:
+            weight.copy_(self.shard.second(whole, self.split_dim))
+        elif self.shard.index == 0:
+            weight.copy_(whole)
+        else:
+            weight.zero_()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

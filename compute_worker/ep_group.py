@@ -59,6 +59,11 @@ class EPGroup:
                 reason="WORLD_SIZE_MISMATCH",
                 metadata={"world_size": num_ranks, "num_ranks": settings.num_ranks},
             )
+        if num_ranks % settings.expert_tp:
+            raise InvalidArgumentError(
+                f"EPILORA_EXPERT_TP is {settings.expert_tp}, which does not divide the {num_ranks} ranks",
+                reason="EXPERT_TP",
+            )
         device = _device(settings.device, local_rank)
         timeout = timedelta(seconds=settings.collective_timeout_seconds)
         if not dist.is_initialized():
@@ -76,7 +81,12 @@ class EPGroup:
         else:
             data_group = dist.new_group(backend="gloo", timeout=timeout)
         return cls(
-            ep_rank=ep_rank, num_ranks=num_ranks, device=device, data_group=data_group, control_group=control_group
+            ep_rank=ep_rank,
+            num_ranks=num_ranks,
+            device=device,
+            data_group=data_group,
+            control_group=control_group,
+            expert_tp=settings.expert_tp,
         )
 
     @property

@@ -24,15 +24,21 @@ class ExpertShard:
     index: int = 0
     count: int = 1
 
-    def check(self, model: ModelSpec) -> None:
-        """InvalidArgumentError unless every expert's width splits evenly."""
+    @classmethod
+    def make(cls, index: int, count: int, model: ModelSpec) -> ExpertShard:
+        """One part of a model's experts.
+
+        Raises:
+            InvalidArgumentError: reason EXPERT_TP; the width of an expert does not split evenly.
+        """
         for moe in model.moe_layers:
-            if moe.intermediate_size % self.count:
+            if moe.intermediate_size % count:
                 raise InvalidArgumentError(
-                    f"EPILORA_EXPERT_TP is {self.count}, which does not divide the experts' width"
-                    f" {moe.intermediate_size} in layer {moe.layer}",
+                    f"EPILORA_EXPERT_TP is {count}, which does not divide the experts' width {moe.intermediate_size} in"
+                    f" layer {moe.layer}",
                     reason="EXPERT_TP",
                 )
+        return cls(index=index, count=count)
 
     def width(self, size: int) -> int:
         """Of F, or of H, what this part has."""

@@ -18,6 +18,7 @@ from compute_worker.checkpoint import load_model
 from compute_worker.decode_step import DecodeSteps, FixedInputs
 from compute_worker.dense_lora import DenseLora
 from compute_worker.ep_group import EPGroup
+from compute_worker.expert_shard import ExpertShard
 from compute_worker.input_scaled_block import replace_blocks
 from compute_worker.model_probe import ModelProbe, attach_attention, probe_model
 from compute_worker.paged_attention import KVCache, PagedAttention, SequenceSpan, prepare_step
@@ -76,7 +77,8 @@ class ModelRunner:
             NotFoundError: no weight files.
             InvalidArgumentError: the weights do not fit config.json, or the settings do not fit the device.
         """
-        assert placement.num_ranks == group.num_ranks, (placement.num_ranks, group.num_ranks)
+        assert placement.num_ranks * group.expert_tp == group.num_ranks, (placement.num_ranks, group)
+        shard = ExpertShard.make(group.expert_tp_rank, group.expert_tp, model)
         register_functions()
         if group.device.type == "cuda":
             # Products accumulate in float32, and float32 ones take float32 inputs.
@@ -86,8 +88,8 @@ class ModelRunner:
         self._num_ranks = group.num_ranks
         self._num_eager = 0
         self._spec = model
-        placed = Placed.make(model, placement, group.ep_rank, group.device)
-        self._loaded = load_model(settings, placed.load_spec, group.device)
+        placed = Placed.make(model, placement, group.placement_rank, group.device)
+        self._loaded = load_model(settings, placed.load_spec, group.device, shard)
         self._model = self._loaded.model
         self.dtype = self._loaded.dtype
         self.vocab_size = model.vocab_size
@@ -111,7 +113,7 @@ class ModelRunner:
             self._model,
             model,
             placement,
-            ep_rank=group.ep_rank,
+            placement_rank=group.placement_rank,
             dispatcher=self._dispatcher,
             make=make,
             current=self._current,
@@ -130,6 +132,7 @@ class ModelRunner:
             device=group.device,
             max_bytes=adapter_bytes,
             rank_multiple=rank_multiple_of(backend, self.dtype),
+            shard=shard,
             listeners=listeners,
             max_lora_rank=MAX_KERNEL_RANK if backend == "triton" else 0,
         )

@@ -282,8 +282,9 @@ class PlacementMover:
                     if move.is_given_up:
                         raise _given_up(move.number)
                     if expert not in current:
-                        weight = torch.empty(parameter.full_shape[1:], dtype=self._loaded.dtype, device=self._device)
-                        fill(name, expert, weight)
+                        local = parameter.local()
+                        weight = torch.empty(parameter.slot_shape(), dtype=local.dtype, device=self._device)
+                        parameter.fill(fill, name, expert, weight)
                         move.incoming[name][expert] = weight
         if self._stream is not None:
             self._stream.synchronize()
@@ -294,8 +295,8 @@ class PlacementMover:
         sizes: dict[int, int] = {}
         for parameter in self._loaded.experts.values():
             count = len(move.placed.local_experts(parameter.layer))
-            elements = torch.Size(parameter.full_shape[1:]).numel() * count
-            sizes[parameter.layer] = sizes.get(parameter.layer, 0) + elements * self._loaded.dtype.itemsize
+            elements = torch.Size(parameter.slot_shape()).numel() * count
+            sizes[parameter.layer] = sizes.get(parameter.layer, 0) + elements * parameter.local().dtype.itemsize
         return max(sizes.values(), default=0)
 
     def _place_layer(self, layer: int, move: _Move) -> None:

@@ -75,7 +75,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
             # Nobody waits for it any more, and whoever asked may be gone for good.
             await asyncio.to_thread(mover.abandon, request.move_number)
             raise
-        spec = MoEEPLoadSpec.make(self._worker.model, placement, self._worker.ep_rank)
+        spec = MoEEPLoadSpec.make(self._worker.model, placement, self._worker.runner.placed.load_spec.ep_rank)
         return pb.PreparePlacementResponse(load_spec=spec.to_proto(), num_experts_read=num_read)
 
     async def TakePlacement(self, request: pb.TakePlacementRequest, context: Any) -> pb.TakePlacementResponse:  # noqa: N802

@@ -41,7 +41,7 @@ class Worker:
         self.model = load_spec_of_model(settings.model)
         self._group = group
         self._instance_id = uuid.uuid4().hex
-        placement = ExpertPlacement.make(settings.placement, self.model, group.num_ranks)
+        placement = ExpertPlacement.make(settings.placement, self.model, group.num_ranks // group.expert_tp)
         self.runner = ModelRunner(settings, self.model, placement, group)
         self.runner.warm_up()
         self.max_sequence_length = self.runner.max_sequence_length

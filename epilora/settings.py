@@ -82,6 +82,8 @@ class WorkerSettings(CommonSettings):
     dispatch_backend: Literal["auto", "local", "allgather_reducescatter", "all_to_all"] = "auto"
     """How rows travel to their experts: allgather_reducescatter sends each token to every rank, all_to_all only to the
     ranks of its experts. auto: local for one rank, allgather_reducescatter for several (docs/dispatch.md)."""
+    expert_tp: int = Field(default=1, ge=1)
+    """Ranks that share each expert, every one with a part of its width; the placement is over num_ranks / expert_tp."""
     num_adapter_slots: int = Field(default=32, ge=1, le=1024)
     """Adapters that may be active at once."""
     max_adapter_bytes: int = Field(default=0, ge=0)

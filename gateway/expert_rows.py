@@ -23,5 +23,8 @@ def rows_by_expert(infos: Sequence[worker_service_pb2.GetWorkerInfoResponse]) ->
             reason="PLACEMENT_CHANGES",
             retry_after_seconds=RETRY_AFTER_SECONDS,
         )
-    rows = [{entry.layer: list(entry.num_rows) for entry in info.expert_load} for info in infos]
-    return logical_load(ExpertPlacement.from_proto(infos[0].placement), rows)
+    placement = ExpertPlacement.from_proto(infos[0].placement)
+    # Ranks that share their experts compute the same rows.
+    holders = infos[:: len(infos) // placement.num_ranks]
+    rows = [{entry.layer: list(entry.num_rows) for entry in info.expert_load} for info in holders]
+    return logical_load(placement, rows)

@@ -32,7 +32,7 @@ from gateway.adapter_table import DRAINING, STAGED, AdapterTable, Entry, Generat
 from gateway.move_gate import MoveGate
 from gateway.ranks import RETRY_AFTER_SECONDS, Group
 from gateway.registry import Registry, RegistryEntry
-from gateway.residency import Loader, Residency, build_request
+from gateway.residency import Loader, Residency, build_request, distinct
 
 log = structlog.get_logger(__name__)
 
@@ -200,7 +200,7 @@ class Lifecycle:
 
     async def _build_and_stage(self, entry: Entry, generation: Generation) -> None:
         infos = self._group.infos()
-        request = build_request(generation, [info.load_spec for info in infos], infos[0])
+        request = build_request(generation, distinct([info.load_spec for info in infos]), infos[0])
 
         def built(done: int, total: int) -> None:
             # Half of the work is to build the slices, the other half to copy them to the ranks.

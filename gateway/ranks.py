@@ -152,7 +152,9 @@ class Group:
         spec = info.load_spec
         if not info.rank.ready:
             return "it is not ready"
-        if (spec.ep_rank, spec.num_ep_ranks) != (rank.ep_rank, len(self.ranks)):
+        # Ranks that share their experts have one load spec.
+        sharing = len(self.ranks) // spec.num_ep_ranks if spec.num_ep_ranks else 0
+        if sharing * spec.num_ep_ranks != len(self.ranks) or spec.ep_rank != rank.ep_rank // sharing:
             return (
                 f"it is rank {spec.ep_rank} of {spec.num_ep_ranks}, expected {rank.ep_rank} of {len(self.ranks)}; "
                 "gateway and workers must agree on the number of ranks and their addresses"

@@ -33,7 +33,7 @@ from gateway.lifecycle import Lifecycle, to_the_end
 from gateway.move_gate import MoveGate
 from gateway.ranks import RETRY_AFTER_SECONDS, Group, check_group
 from gateway.registry import Registry
-from gateway.residency import Loader, Residency, build_request
+from gateway.residency import Loader, Residency, build_request, distinct
 
 log = structlog.get_logger(__name__)
 
@@ -175,7 +175,7 @@ class Rebalancer:
                 # Of a rebalance that ended badly.
                 await self._residency.abandon_placement()
                 prepared = await self._residency.prepare_placement(move.number, move.placement.to_proto())
-            move.load_specs = [answer.load_spec for answer in prepared]
+            move.load_specs = distinct([answer.load_spec for answer in prepared])
             move.num_experts_read = sum(answer.num_experts_read for answer in prepared)
             async with asyncio.timeout(limit - (time.monotonic() - begun)) as deadline, self._gate.move():
                 await self._move_adapters(move)

@@ -109,13 +109,19 @@ class Residency:
             EpiloraError: of the first rank that failed, after every rank has answered.
         """
 
+        # Ranks that share their experts copy their parts of one slice.
+        sharing = len(self._group.ranks) // len(slices)
+
         async def stage_one(ep_rank: int, piece: loader_service_pb2.Slice) -> int:
             request = worker_service_pb2.StageAdapterRequest(name=name, generation=generation, slice=piece)
             response = await self._call(ep_rank, "StageAdapter", request, timeout=None)
-            staged(piece.tensor_bytes)
+            staged(piece.tensor_bytes // sharing)
             return int(response.resident_bytes)
 
-        calls = [asyncio.ensure_future(stage_one(ep_rank, piece)) for ep_rank, piece in enumerate(slices)]
+        calls = [
+            asyncio.ensure_future(stage_one(rank.ep_rank, slices[rank.ep_rank // sharing]))
+            for rank in self._group.ranks
+        ]
         try:
             await asyncio.wait(calls)
         except asyncio.CancelledError:
@@ -197,6 +203,11 @@ class Residency:
             return await getattr(rank.stub, method)(request, timeout=timeout)
         except grpc.aio.AioRpcError as error:
             raise worker_error(self._group, ep_rank, error) from error
+
+
+def distinct(load_specs: Sequence[types_pb2.MoEEPLoadSpec]) -> list[types_pb2.MoEEPLoadSpec]:
+    """One load spec of each rank of the placement, from those of all ranks in order."""
+    return list({spec.ep_rank: spec for spec in load_specs}.values())
 
 
 def build_request(

@@ -130,7 +130,7 @@ def test_experts_and_adapters_move_beside_traffic(loaded: Service, models: Path,
     assert placement.placement_id == moved.placement_id
     assert all(placement.num_copies(layer).sum() == model.moe_layers[0].num_experts + 2 for layer in placement.layers)
     forms = {name: read_adapter(adapters / source, model, max_lora_rank=512) for name, source in ADAPTERS.items()}
-    plans = plan_memory(model, placement, forms, element_bytes=4)
+    plans = plan_memory(model, placement, forms, element_bytes=4, num_sequences=1)
     memory = loaded.memory()
     assert [rank.base_expert_bytes for rank in memory] == [plan.base_expert_bytes for plan in plans]
     for rank, plan in zip(memory, plans, strict=True):
@@ -190,3 +190,25 @@ def test_ranks_that_die_while_experts_move(start_service: Callable[..., Service]
         service.until_health("SERVING", RESTORED_SECONDS)
         assert answers(service) == before
         assert placement_of(service) == started
+
+
+@pytest.mark.soak
+def test_shared_experts_are_served_and_moved(
+    start_service: Callable[..., Service], loaded: Service, models: Path, adapters: Path
+) -> None:
+    """Four ranks, two to an expert, answer as two with whole experts do, before and after a move."""
+    expected = answers(loaded)
+    service = start_service(models / "qwen3moe-T", ranks=4, environment={"EPILORA_EXPERT_TP": "2"})
+    for name, source in ADAPTERS.items():
+        service.load(name, adapters / source)
+    assert answers(service) == expected
+    assert placement_of(service).num_ranks == 2
+    whole, parts = loaded.memory(), service.memory()
+    assert sum(rank.base_expert_bytes for rank in parts) == sum(rank.base_expert_bytes for rank in whole)
+    traffic = Traffic(service, expected)
+    traffic.wait_for(2)
+    rebalance(service, "--redundant", "2")
+    traffic.wait_for(2)
+    traffic.stop()
+    assert traffic.failures == []
+    assert answers(service) == expected

@@ -279,8 +279,8 @@ class Rank:
         )  # type: ignore[arg-type]
         self.group = group or EPGroup.from_environment(self.settings)
         self.spec = load_spec_of_model(model)
-        self.placement = ExpertPlacement.make(placement, self.spec, num_ranks)
-        self.load_spec = MoEEPLoadSpec.make(self.spec, self.placement, self.group.ep_rank)
+        self.placement = ExpertPlacement.make(placement, self.spec, num_ranks // self.group.expert_tp)
+        self.load_spec = MoEEPLoadSpec.make(self.spec, self.placement, self.group.placement_rank)
         self.runner = ModelRunner(self.settings, self.spec, self.placement, self.group)
         self._next_block = 1
         self._place_of: dict[tuple[int, ...], int] = {}
