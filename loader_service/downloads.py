@@ -18,7 +18,7 @@ from loader_service.writer import BuildProgress
 
 log = structlog.get_logger(__name__)
 
-_NUM_TRIES = 4
+_NUM_TRIES = 8
 _PART = ".part"
 _DIGEST = ".sha256"
 _BLOCK_BYTES = 1 << 20

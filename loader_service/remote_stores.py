@@ -81,7 +81,8 @@ class HttpStore:
             _check_status(answer, url, 206 if offset else 200)
             if (answer.headers.get("ETag") or answer.headers.get("Last-Modified")) != file.state:
                 raise changed(url)
-            yield from answer.iter_raw(_BLOCK_BYTES)
+            # As they come: what waits in a larger buffer is lost when the connection breaks.
+            yield from answer.iter_raw()
 
     def close(self) -> None:
         """See FileStore."""
