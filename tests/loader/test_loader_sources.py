@@ -103,6 +103,16 @@ async def test_links_inside_the_root_are_followed(setup: Setup) -> None:
     assert (await setup.loader.build(setup.request(adapter))).slices
 
 
+async def test_slices_outlive_the_folder(setup: Setup) -> None:
+    """Nothing is read again later: not from the folder, and not through names that lead elsewhere now."""
+    adapter = setup.adapter()
+    slices = (await setup.loader.build(setup.request(adapter))).slices
+    before = [Path(piece.path).read_bytes() for piece in slices]
+    shutil.rmtree(adapter)
+    assert [Path(piece.path).read_bytes() for piece in slices] == before
+    assert (await setup.loader.error(setup.request(adapter))).reason == "SOURCE_NOT_FOUND"
+
+
 async def test_missing(setup: Setup) -> None:
     error = await setup.error(setup.root / "none")
     assert isinstance(error, NotFoundError)

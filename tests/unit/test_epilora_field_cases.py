@@ -1,9 +1,6 @@
 """Adapters as people met them in the field: each test is one reported way in which a loader went wrong without a word.
 
-Cases that other files test: layouts and prefixes (test_epilora_layouts), orientation by shape and version, deeper
-wrappers, missing halves, ranges and scales (test_epilora_adapters), fields of the config (test_epilora_peft_config),
-broken files (test_epilora_safetensors, test_epilora_weights), links and roots (test_loader_sources). Reports about
-slots, eviction, streams and graphs concern the service, not files.
+docs/field-cases.md lists all of them, with the tests of other files.
 """
 
 from __future__ import annotations
