@@ -1,4 +1,4 @@
-"""From the views of a slice file to tensors in memory: one flat buffer of matrices, one of scales.
+"""From the views of a slice file to tensors in memory: one flat buffer of matrices, one of scales and other float32s.
 
 Legend: e local slots, r lora rank.
 """
@@ -10,16 +10,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compute_worker.dense_lora import DensePair
+from compute_worker.dense_lora import DensePair, DenseWeight
+from compute_worker.dora import WeightSource, row_gain
 from compute_worker.expert_shard import ExpertShard
 from compute_worker.experts_base import LayerPairs, LoraPair
-from compute_worker.slice_reader import AdapterSlice, DenseSlice, ExpertSlice
+from compute_worker.slice_reader import AdapterSlice, DenseSlice, ExpertSlice, SavedSlice
+from epilora.errors import InvalidArgumentError
 from epilora.model_spec import GateUpLayout
 
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 """(elements, dtype) -> flat tensor on the device."""
 
-_SCALE_BYTES = 4
+_FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,13 +30,21 @@ class AdapterTensors:
 
     Attributes:
         layers: pairs of the local experts, by layer.
-        dense: pairs of dense modules, by path.
+        dense: pairs of dense modules, and what replaces their weights, by path.
         buffers: the storages all of them are views of.
     """
 
     layers: Mapping[int, LayerPairs]
-    dense: Mapping[str, DensePair]
+    dense: Mapping[str, DensePair | DenseWeight]
     buffers: tuple[torch.Tensor, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """True if its dense modules have pairs and nothing else: no DoRA, no biases, no weights of their own."""
+        return all(
+            isinstance(pair, DensePair) and pair.gain_O is None and pair.offset_O is None
+            for pair in self.dense.values()
+        )
 
     def storage_bytes(self) -> int:
         """Bytes of the live storages."""
@@ -49,13 +59,15 @@ class AdapterPlan:
         source: views of the file.
         dtype: of the matrices in memory.
         lora_rank: rank per slot as stored in memory, one entry for each of source.experts.
-        expert_bytes: of expert matrices and scales.
-        dense_bytes: of dense matrices.
+        num_floats: scales, gains and offsets, which are float32 whatever the dtype.
+        expert_bytes: of what experts take.
+        dense_bytes: of what dense modules take.
     """
 
     source: AdapterSlice
     dtype: torch.dtype
     lora_rank: tuple[tuple[int, ...], ...]
+    num_floats: int
     expert_bytes: int
     dense_bytes: int
 
@@ -80,13 +92,15 @@ def shard_slice(source: AdapterSlice, shard: ExpertShard, layouts: Mapping[int, 
         a, b = shard.pair(part.projection, layouts[part.layer], part.a, part.b, part.lora_rank)
         is_down = part.projection == "down"
         out_features = part.out_features if is_down else shard.width(part.out_features)
+        assert part.magnitude is None, part.projection
         experts.append(replace(part, a=a, b=b, out_features=out_features))
     return replace(source, experts=tuple(experts))
 
 
 def plan_adapter(source: AdapterSlice, *, dtype: torch.dtype | None, rank_multiple: int) -> AdapterPlan:
     """Decides ranks and bytes; see AdapterPool for the arguments."""
-    tensors = [*(part.a for part in source.experts), *(part.a for part in source.dense)]
+    tensors = [part.a for part in source.experts] + [part.a for part in source.dense]
+    tensors += [part.weight for part in source.saved]
     if dtype is None:
         dtype = tensors[0].dtype if tensors else torch.float32
         for tensor in tensors:
@@ -95,28 +109,48 @@ def plan_adapter(source: AdapterSlice, *, dtype: torch.dtype | None, rank_multip
     elements = sum(
         sum(rank) * (part.a.shape[1] + part.out_features) for part, rank in zip(source.experts, ranks, strict=True)
     )
+    dense_elements = sum(part.a.numel() + part.b.numel() for part in source.dense)
+    saved_elements = sum(part.weight.numel() + _numel(part.bias) for part in source.saved)
+    expert_floats = sum(len(part.lora_rank) * (1 + _gain_size(part)) for part in source.experts)
+    dense_floats = sum(_numel(part.magnitude) + _numel(part.bias) for part in source.dense)
     return AdapterPlan(
         source=source,
         dtype=dtype,
         lora_rank=ranks,
-        expert_bytes=elements * dtype.itemsize + sum(len(rank) for rank in ranks) * _SCALE_BYTES,
-        dense_bytes=sum(part.a.numel() + part.b.numel() for part in source.dense) * dtype.itemsize,
+        num_floats=expert_floats + dense_floats,
+        expert_bytes=elements * dtype.itemsize + expert_floats * _FLOAT_BYTES,
+        dense_bytes=(dense_elements + saved_elements) * dtype.itemsize + dense_floats * _FLOAT_BYTES,
     )
 
 
-def fill_adapter(plan: AdapterPlan, allocate: Allocate) -> AdapterTensors:
-    """Allocates both buffers, and copies and casts everything into them."""
-    scale_count = sum(len(rank) for rank in plan.lora_rank)
-    matrix_bytes = plan.num_bytes - scale_count * _SCALE_BYTES
+def _numel(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel()
+
+
+def _gain_size(part: ExpertSlice) -> int:
+    """Elements that a local slot's gain takes."""
+    return 0 if part.magnitude is None else part.out_features
+
+
+def fill_adapter(plan: AdapterPlan, allocate: Allocate, base: WeightSource) -> AdapterTensors:
+    """Allocates both buffers, and copies and casts everything into them.
+
+    Raises:
+        InvalidArgumentError: reason UNSUPPORTED_ADAPTER; a bias for a module that adds none.
+    """
+    matrix_bytes = plan.num_bytes - plan.num_floats * _FLOAT_BYTES
     matrices = _Cursor(allocate(matrix_bytes // plan.dtype.itemsize, plan.dtype))
-    scales = _Cursor(allocate(scale_count, torch.float32))
+    floats = _Cursor(allocate(plan.num_floats, torch.float32))
     layers: dict[int, dict[str, LoraPair]] = {}
     for part, rank in zip(plan.source.experts, plan.lora_rank, strict=True):
-        layers.setdefault(part.layer, {})[part.projection] = _fill_expert(part, rank, matrices, scales)
-    dense = {part.module: _fill_dense(part, matrices) for part in plan.source.dense}
+        layers.setdefault(part.layer, {})[part.projection] = _fill_expert(part, rank, matrices, floats, base)
+    dense: dict[str, DensePair | DenseWeight] = {
+        part.module: _fill_dense(part, matrices, floats, base) for part in plan.source.dense
+    }
+    dense |= {part.module: _fill_saved(part, matrices, base) for part in plan.source.saved}
     assert matrices.is_full
-    assert scales.is_full
-    return AdapterTensors(layers=layers, dense=dense, buffers=(matrices.flat, scales.flat))
+    assert floats.is_full
+    return AdapterTensors(layers=layers, dense=dense, buffers=(matrices.flat, floats.flat))
 
 
 class _Cursor:
@@ -139,19 +173,60 @@ class _Cursor:
         return self._next == self.flat.numel()
 
 
-def _fill_expert(part: ExpertSlice, rank: tuple[int, ...], matrices: _Cursor, scales: _Cursor) -> LoraPair:
+def _fill_expert(
+    part: ExpertSlice, rank: tuple[int, ...], matrices: _Cursor, floats: _Cursor, base: WeightSource
+) -> LoraPair:
     a, b = (part.a, part.b) if rank == part.lora_rank else _padded(part, rank[0])
     return LoraPair(
         a=matrices.take(a),
         b=matrices.take(b),
         lora_rank=rank,
-        scale_e=scales.take(part.scale_e),
+        scale_e=floats.take(part.scale_e),
         out_features=part.out_features,
+        gain_eO=None if part.magnitude is None else floats.take(_expert_gain(part, part.magnitude, base)),
     )
 
 
-def _fill_dense(part: DenseSlice, matrices: _Cursor) -> DensePair:
-    return DensePair(a=matrices.take(part.a), b=matrices.take(part.b), scale=part.scale)
+def _expert_gain(part: ExpertSlice, magnitude: torch.Tensor, base: WeightSource) -> torch.Tensor:
+    """float32 [e, out] of DoRA; 1 for slots without a pair."""
+    gain_eO = torch.ones((len(part.lora_rank), part.out_features))
+    first = present = 0
+    for slot, rank in enumerate(part.lora_rank):
+        if rank == 0:
+            continue
+        block = part.b[part.out_features * first : part.out_features * (first + rank)]
+        gain_eO[slot] = row_gain(
+            base.expert(part.layer, part.projection, part.local_experts[slot]),
+            part.a[first : first + rank],
+            block.view(part.out_features, rank),
+            float(part.scale_e[slot]),
+            magnitude[present],
+        )
+        first, present = first + rank, present + 1
+    return gain_eO
+
+
+def _fill_dense(part: DenseSlice, matrices: _Cursor, floats: _Cursor, base: WeightSource) -> DensePair:
+    gain = None
+    if part.magnitude is not None:
+        gain = row_gain(base.dense(part.module), part.a, part.b, part.scale, part.magnitude)
+    return DensePair(
+        a=matrices.take(part.a),
+        b=matrices.take(part.b),
+        scale=part.scale,
+        gain_O=None if gain is None else floats.take(gain),
+        offset_O=None if part.bias is None else floats.take(part.bias.float() * part.scale),
+    )
+
+
+def _fill_saved(part: SavedSlice, matrices: _Cursor, base: WeightSource) -> DenseWeight:
+    if part.bias is not None and not base.has_bias(part.module):
+        raise InvalidArgumentError(
+            f"the adapter holds a bias for {part.module}, which has none in this model; it was trained on another one",
+            reason="UNSUPPORTED_ADAPTER",
+        )
+    bias = None if part.bias is None else matrices.take(part.bias)
+    return DenseWeight(weight=matrices.take(part.weight), bias=bias)
 
 
 def _stored_ranks(lora_rank: tuple[int, ...], multiple: int) -> tuple[int, ...]:

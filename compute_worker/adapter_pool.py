@@ -20,6 +20,7 @@ import structlog
 import torch
 
 from compute_worker.adapter_buffers import AdapterPlan, AdapterTensors, fill_adapter, plan_adapter, shard_slice
+from compute_worker.dora import WeightSource
 from compute_worker.expert_shard import WHOLE, ExpertShard
 from compute_worker.slice_reader import AdapterSlice, read_slice
 from epilora.errors import (
@@ -92,11 +93,13 @@ class AdapterPool:
         dtype: element type of the matrices in memory; None keeps the file's.
         device: where they go.
         max_bytes: all adapters together.
+        base: the model's weights, which DoRA's magnitudes are measured against.
         rank_multiple: lora ranks of a projection are made equal and padded to a multiple of this, as grouped products
             need; 0 leaves them as they are.
         listeners: told of each activation and retirement.
         max_lora_rank: largest that the backend computes; 0: any.
         shard: part of each local expert that this rank holds.
+        has_expert_gains: the backend computes DoRA of experts.
     """
 
     def __init__(
@@ -107,21 +110,25 @@ class AdapterPool:
         dtype: torch.dtype | None,
         device: torch.device,
         max_bytes: int,
+        base: WeightSource,
         rank_multiple: int,
         listeners: Sequence[AdapterListener] = (),
         max_lora_rank: int = 0,
         shard: ExpertShard = WHOLE,
+        has_expert_gains: bool = True,
     ) -> None:
         self._load_spec = load_spec
         self._dense_modules = {spec.module: spec for spec in model.dense_modules}
         self._dtype = dtype
         self._device = device
         self._max_bytes = max_bytes
+        self._base = base
         self._rank_multiple = rank_multiple
         self._listeners = tuple(listeners)
         self._max_lora_rank = max_lora_rank
         self._shard = shard
         self._layouts = {moe.layer: moe.gate_up_layout for moe in model.moe_layers}
+        self._has_expert_gains = has_expert_gains
         self._stage_lock = threading.Lock()
         self._lock = threading.Lock()
         self._entries: dict[int, _Entry] = {}
@@ -138,7 +145,8 @@ class AdapterPool:
         Raises:
             StalePlacementError: the slice is for another placement, rank or model.
             FailedPreconditionError: for the placement to come, but the adapter is not resident.
-            InvalidArgumentError: a lora rank or a weight is beyond what the backend computes.
+            InvalidArgumentError: a lora rank, a weight or DoRA of experts is beyond what the backend computes, or a
+                bias is for a module that has none.
             ResourceExhaustedError: no room.
             UnavailableError: other stages took too long.
             InternalError: the file is broken.
@@ -151,7 +159,7 @@ class AdapterPool:
                 if move is not None and generation not in self._entries:
                     raise _not_resident(name, generation)
             source = read_slice(path, placement_id=placement_id, load_spec=load_spec, dense_modules=self._dense_modules)
-            self._check_ranks(name, source)
+            self._check_backend(name, source)
             source = shard_slice(source, self._shard, self._layouts)
             plan = plan_adapter(source, dtype=self._dtype, rank_multiple=self._rank_multiple)
             self._check_room(name, plan.num_bytes, entries)
@@ -321,7 +329,17 @@ class AdapterPool:
         finally:
             self._stage_lock.release()
 
-    def _check_ranks(self, name: str, source: AdapterSlice) -> None:
+    def _check_backend(self, name: str, source: AdapterSlice) -> None:
+        why = ""
+        if self._shard.count > 1:
+            why = "of which a rank holds parts, so that none knows a row's norm; serve it with EPILORA_EXPERT_TP=1"
+        elif not self._has_expert_gains:
+            why = "which the fused kernels do not compute; serve it with EPILORA_EXPERT_BACKEND=grouped"
+        if why and any(part.magnitude is not None for part in source.experts):
+            raise InvalidArgumentError(
+                f"Adapter {name} has DoRA on routed experts, {why}",
+                reason="UNSUPPORTED_ADAPTER",
+            )
         ranks = [rank for part in source.experts for rank in part.lora_rank]
         largest = max([*ranks, *(part.a.shape[0] for part in source.dense)], default=0)
         if self._max_lora_rank and largest > self._max_lora_rank:
@@ -347,9 +365,12 @@ class AdapterPool:
     def _copy(self, plan: AdapterPlan) -> AdapterTensors:
         """Copies to the device; on a GPU beside the running step, on a stream of its own."""
         if self._stream is None:
-            return fill_adapter(plan, allocate_private)
+            with torch.inference_mode():
+                return fill_adapter(plan, allocate_private, self._base)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            tensors = fill_adapter(plan, lambda count, dtype: torch.empty(count, dtype=dtype, device=self._device))
+            tensors = fill_adapter(
+                plan, lambda count, dtype: torch.empty(count, dtype=dtype, device=self._device), self._base
+            )
         self._stream.synchronize()
         return tensors
 

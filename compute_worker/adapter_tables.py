@@ -6,18 +6,37 @@ are adapters, so that loading and unloading in turn does not capture graphs agai
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from compute_worker.adapter_buffers import AdapterTensors
+from compute_worker.dense_lora import DensePair, DenseTokens
 from compute_worker.expert_layer import ExpertLayer
 from compute_worker.model_probe import ModelProbe
+from compute_worker.step_context import group_by_slot
 
 if TYPE_CHECKING:
     from compute_worker.experts_triton import TritonLayerExperts
+
+
+def tokens_apart(
+    adapter_slots: Sequence[int], active: Mapping[int, AdapterTensors], device: torch.device
+) -> list[DenseTokens]:
+    """Tokens of a fixed step whose dense modules the table does not compute: of adapters that are not plain.
+
+    Args:
+        adapter_slots: of the step's tokens, -1 for the base model.
+        active: adapters by slot.
+        device: where index tensors go.
+    """
+    return [
+        DenseTokens(token_index=torch.tensor(index, dtype=torch.int64, device=device), pairs=active[slot].dense)
+        for slot, index in group_by_slot(adapter_slots).items()
+        if not active[slot].is_plain
+    ]
 
 
 class ExpertAdapters:
@@ -45,6 +64,8 @@ class ExpertAdapters:
 class RowwiseAdapters:
     """Deltas of dense modules by each row's slot, from a table. A RowwiseDeltas, and a listener of AdapterPool.
 
+    Adapters with more than pairs are not in the table; steps with tokens of theirs use `tokens_apart`.
+
     Args:
         probe: modules whose pairs take effect.
         num_slots: slots that adapters may have.
@@ -66,8 +87,10 @@ class RowwiseAdapters:
 
     def set_adapter(self, adapter_slot: int, adapter: AdapterTensors) -> None:
         """See AdapterListener."""
-        self._table.set_slot(adapter_slot, adapter.dense)
-        self.touched |= frozenset(adapter.dense)
+        if adapter.is_plain:
+            pairs = {module: pair for module, pair in adapter.dense.items() if isinstance(pair, DensePair)}
+            self._table.set_slot(adapter_slot, pairs)
+            self.touched |= frozenset(pairs)
 
     def clear_adapter(self, adapter_slot: int) -> None:
         """See AdapterListener."""

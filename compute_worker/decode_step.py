@@ -96,19 +96,20 @@ class DecodeSteps:
         most = max(num_tokens_per_rank)
         return next((bucket for bucket in self._buckets if bucket >= most), 0)
 
-    def run(self, bucket: int, batch: StepBatch | None) -> torch.Tensor:
+    def run(self, bucket: int, batch: StepBatch | None, *, as_graph: bool = True) -> torch.Tensor:
         """One step.
 
         Args:
             bucket: M.
             batch: this rank's tokens, one for each sequence; None if it has none.
+            as_graph: False for a step with launches of its own beside those of a graph: it runs as it is.
 
         Returns:
             float32 [M, V], of which the first rows are the tokens'; the next step overwrites it.
         """
         self._inputs.fill(bucket, batch or NO_TOKENS)
         key = self._launch_key()
-        graph = self._graphs.get(key, {}).get(bucket)
+        graph = self._graphs.get(key, {}).get(bucket) if as_graph else None
         if graph is not None:
             graph.graph.replay()
             self.num_replayed += 1
@@ -116,7 +117,7 @@ class DecodeSteps:
         inputs = self._inputs.of(bucket)
         logits_MV = self._forward(inputs)
         self.num_run += 1
-        if self._captures:
+        if self._captures and as_graph:
             self._capture(key, bucket, inputs)
         return logits_MV
 

@@ -55,6 +55,7 @@ class LoraPair:
         lora_rank: per slot; 0 where the slot's expert has no pair.
         scale_e: float32 [e], on the device.
         out_features: rows of each block of b.
+        gain_eO: float32 [e, out], DoRA's factor of base output and delta together, 1 without a pair; None without DoRA.
     """
 
     a: torch.Tensor
@@ -62,6 +63,7 @@ class LoraPair:
     lora_rank: tuple[int, ...]
     scale_e: torch.Tensor
     out_features: int
+    gain_eO: torch.Tensor | None = None
 
     def slot(self, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(A [r, in], B [out, r]) of one slot; r may be 0."""
@@ -134,7 +136,7 @@ class ExpertBackend(Protocol):
         """The weighted sum of the local experts' outputs of each arrived token.
 
         Semantics: y[n] = sum_k weight[n, k] * (down_s + delta)(gate((gate_up_s + delta)(x[n]))), s = slot[n, k] >= 0,
-        each projection with its bias.
+        each projection with its bias; with DoRA gain_s * (W_s + delta), the bias unchanged.
 
         A token without an adapter gets the same bits whatever adapters, and however many rows of other tokens, share
         the call, as long as N and K are the same.
@@ -163,6 +165,28 @@ def add_bias(y_RO: torch.Tensor, bias_eO: torch.Tensor | None, slot_R: torch.Ten
     """y[r] += bias[slot[r]], in place; rows of no local slot (-1, or e) get some bias, which nobody reads."""
     if bias_eO is not None and bias_eO.shape[0]:
         y_RO += bias_eO[slot_R.clamp(0, bias_eO.shape[0] - 1)]
+
+
+def with_delta(
+    y_nO: torch.Tensor, delta_nO: torch.Tensor, gain_nO: torch.Tensor | None, bias_nO: torch.Tensor | None
+) -> torch.Tensor:
+    """y + delta, or with DoRA gain * (y - bias + delta) + bias; in float32, rounded once to y's dtype.
+
+    Args:
+        y_nO: output of the base weights, with its bias.
+        delta_nO: float32.
+        gain_nO: float32, of each row's slot; None without DoRA.
+        bias_nO: of each row's slot; None without.
+    """
+    if gain_nO is None:
+        return (y_nO.float() + delta_nO).to(y_nO.dtype)
+    bias = 0 if bias_nO is None else bias_nO.float()
+    return (gain_nO * (y_nO.float() - bias + delta_nO) + bias).to(y_nO.dtype)
+
+
+def columns_of(bias_eO: torch.Tensor | None, columns: slice) -> torch.Tensor | None:
+    """The part of a bias that belongs to one LoRA projection."""
+    return None if bias_eO is None else bias_eO[:, columns]
 
 
 def rank_offsets(lora_rank: Sequence[int]) -> list[int]:

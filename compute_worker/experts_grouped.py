@@ -19,8 +19,10 @@ from compute_worker.experts_base import (
     ExpertWeights,
     LoraPair,
     add_bias,
+    columns_of,
     projection_columns,
     weighted_sum,
+    with_delta,
 )
 
 RANK_MULTIPLE = 8
@@ -77,14 +79,15 @@ class GroupedBackend:
             x_nD = x_ND[own.row_M // num_experts]
             for projection in present:
                 columns = projection_columns(projection, weights.layout, h_MH.shape[1])
-                _add_delta(h_MH[:, columns], x_nD, adapter.pairs[projection], own, place_R[own.row_M])
+                bias_eO = columns_of(weights.gate_up_bias_eH, columns)
+                _add_delta(h_MH[:, columns], x_nD, adapter.pairs[projection], own, place_R[own.row_M], bias_eO)
         a_MF = weights.gate(h_MH)
         y_MD = grouped_linear(a_MF, weights.down_eDF, rows.slot_M, rows.end_e)
         add_bias(y_MD, weights.down_bias_eD, rows.slot_M)
         for adapter, own in zip(adapters, adapter_rows, strict=True):
             if "down" in adapter.pairs:
                 place_n = place_R[own.row_M]
-                _add_delta(y_MD, a_MF[place_n], adapter.pairs["down"], own, place_n)
+                _add_delta(y_MD, a_MF[place_n], adapter.pairs["down"], own, place_n, weights.down_bias_eD)
         # Rows of no local slot hold whatever the memory held.
         y_RD = torch.where((slot_R >= 0).unsqueeze(1), y_MD[place_R], 0)
         return weighted_sum(y_RD, arrived.weight_NK)
@@ -151,14 +154,24 @@ def _rows_of_tokens(token_index: torch.Tensor, num_experts: int) -> torch.Tensor
     return (token_index.unsqueeze(1) * num_experts + offsets).flatten()
 
 
-def _add_delta(y_MO: torch.Tensor, x_nI: torch.Tensor, pair: LoraPair, own: _SortedRows, place_n: torch.Tensor) -> None:
-    """y[place[i]] += scale * B A x[i] for one adapter's rows, in place; other rows are not touched."""
+def _add_delta(  # noqa: PLR0917
+    y_MO: torch.Tensor,
+    x_nI: torch.Tensor,
+    pair: LoraPair,
+    own: _SortedRows,
+    place_n: torch.Tensor,
+    bias_eO: torch.Tensor | None,
+) -> None:
+    """y[place[i]] += scale * B A x[i] for one adapter's rows, in place; other rows are not touched. See with_delta."""
     a_erI, b_eOr = pair.stacked()
     if a_erI.shape[1] == 0:
         return
     h_nr = grouped_linear(x_nI.to(a_erI.dtype), a_erI, own.slot_M, own.end_e)
     delta_nO = grouped_linear(h_nr, b_eOr, own.slot_M, own.end_e).float()
     num_slots = a_erI.shape[0]
-    scale_n = pair.scale_e[own.slot_M.clamp(max=num_slots - 1)]
+    slot_n = own.slot_M.clamp(max=num_slots - 1)
+    scale_n = pair.scale_e[slot_n]
     delta_nO = torch.where((own.slot_M < num_slots).unsqueeze(1), delta_nO * scale_n.unsqueeze(1), 0)
-    y_MO[place_n] = (y_MO[place_n].float() + delta_nO).to(y_MO.dtype)
+    gain_nO = None if pair.gain_eO is None else pair.gain_eO[slot_n]
+    bias_nO = None if bias_eO is None or gain_nO is None else bias_eO[slot_n]
+    y_MO[place_n] = with_delta(y_MO[place_n], delta_nO, gain_nO, bias_nO)

@@ -19,8 +19,10 @@ from compute_worker.experts_base import (
     ExpertWeights,
     LoraPair,
     add_bias,
+    columns_of,
     projection_columns,
     weighted_sum,
+    with_delta,
 )
 
 BLOCK_ROWS = 16
@@ -52,7 +54,8 @@ class LoopBackend:
             for projection in FIRST_PROJECTIONS:
                 if projection in adapter.pairs:
                     columns = projection_columns(projection, weights.layout, h_RH.shape[1])
-                    _add_deltas(h_RH[:, columns], x_RD, adapter.pairs[projection], rows_of_adapter)
+                    bias_eO = columns_of(weights.gate_up_bias_eH, columns)
+                    _add_deltas(h_RH[:, columns], x_RD, adapter.pairs[projection], rows_of_adapter, bias_eO)
         # The activation runs on all R rows at once, each at its own place: vectorised code may round the
         # last elements of an array in another way than the rest.
         a_RF = weights.gate(h_RH)
@@ -62,7 +65,8 @@ class LoopBackend:
             y_RD = torch.where((slot_R >= 0).unsqueeze(1), y_RD, 0)
         for adapter in adapters:
             if "down" in adapter.pairs:
-                _add_deltas(y_RD, a_RF, adapter.pairs["down"], _rows_of(adapter, token_R, num_tokens, rows_by_slot))
+                own = _rows_of(adapter, token_R, num_tokens, rows_by_slot)
+                _add_deltas(y_RD, a_RF, adapter.pairs["down"], own, weights.down_bias_eD)
         return weighted_sum(y_RD, arrived.weight_NK)
 
     def _linear(
@@ -131,11 +135,18 @@ def _rows_of(
     return {slot: rows[mask_N[token_R[rows]]] for slot, rows in rows_by_slot.items()}
 
 
-def _add_deltas(y_RO: torch.Tensor, x_RI: torch.Tensor, pair: LoraPair, rows_by_slot: dict[int, torch.Tensor]) -> None:
-    """y[row] += scale * B A x[row] in float32, for the given rows of slots that have a pair; in place."""
+def _add_deltas(
+    y_RO: torch.Tensor,
+    x_RI: torch.Tensor,
+    pair: LoraPair,
+    rows_by_slot: dict[int, torch.Tensor],
+    bias_eO: torch.Tensor | None,
+) -> None:
+    """y[row] += scale * B A x[row] in float32, for the given rows of slots that have a pair; in place (with_delta)."""
     for slot, rows in rows_by_slot.items():
         if rows.numel() == 0 or pair.lora_rank[slot] == 0:
             continue
         a, b = pair.slot(slot)
         delta = (x_RI[rows].float() @ a.float().t()) @ b.float().t() * pair.scale_e[slot]
-        y_RO[rows] = (y_RO[rows].float() + delta).to(y_RO.dtype)
+        gain_O = None if pair.gain_eO is None else pair.gain_eO[slot]
+        y_RO[rows] = with_delta(y_RO[rows], delta, gain_O, None if bias_eO is None else bias_eO[slot])

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from compute_worker.adapter_pool import AdapterListener, AdapterPool
-from compute_worker.adapter_tables import ExpertAdapters, LaunchKey, RowwiseAdapters
+from compute_worker.adapter_tables import ExpertAdapters, LaunchKey, RowwiseAdapters, tokens_apart
+from compute_worker.base_weights import BaseWeights
 from compute_worker.checkpoint import load_model
 from compute_worker.decode_step import DecodeSteps, FixedInputs
-from compute_worker.dense_lora import DenseLora
+from compute_worker.dense_lora import DenseLora, DenseTokens
 from compute_worker.ep_group import EPGroup
 from compute_worker.expert_shard import ExpertShard
 from compute_worker.input_scaled_block import replace_blocks
@@ -131,10 +132,12 @@ class ModelRunner:
             dtype=self.dtype if settings.adapter_dtype == "model" else None,
             device=group.device,
             max_bytes=adapter_bytes,
+            base=BaseWeights(self._model, model, lambda *place: self.mover.matrix_of(*place)),  # noqa: PLW0108 made below
             rank_multiple=rank_multiple_of(backend, self.dtype),
             shard=shard,
             listeners=listeners,
             max_lora_rank=MAX_KERNEL_RANK if backend == "triton" else 0,
+            has_expert_gains=backend != "triton",
         )
         self.mover = PlacementMover(
             model=model,
@@ -167,6 +170,7 @@ class ModelRunner:
         return LaunchKey(self._layers, rowwise)
 
     def _make_decode_steps(self, settings: WorkerSettings, cache: KVCache) -> DecodeSteps | None:
+        self._apart: list[DenseTokens] = []
         if self._launch_key is None:
             return None
         steps = DecodeSteps(
@@ -197,8 +201,10 @@ class ModelRunner:
         """
         bucket = self._decode_steps.bucket(num_tokens_per_rank) if self._decode_steps else 0
         if self._decode_steps and bucket and (batch is None or is_decode(batch)):
-            logits_MV = self._decode_steps.run(bucket, batch)
-            return None if batch is None else logits_MV[self._tensor(batch.logits_rows)]
+            self._apart = tokens_apart(batch.adapter_slots, self.pool.active(), self._device) if batch else []
+            logits_MV = self._decode_steps.run(bucket, batch, as_graph=not self._apart)
+            self._apart = []
+            return logits_MV[self._tensor(batch.logits_rows)] if batch else None
         self._num_eager += 1
         if batch is None:
             with self._step([], num_tokens_per_rank, pad_to=bucket):
@@ -228,6 +234,7 @@ class ModelRunner:
             assert self._launch_key is not None
             self._dense_lora.rowwise = self._launch_key.rowwise
             self._dense_lora.rowwise.adapter_slots = inputs.adapter_slots
+            self._dense_lora.adapters = self._dense_lora.logits_adapters = self._apart
             self._attention.step = inputs.attention
             output = self._model(input_ids=inputs.token_ids, position_ids=inputs.positions, use_cache=False)
             logits_MV: torch.Tensor = output.logits[0].float()

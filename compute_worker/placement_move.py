@@ -28,6 +28,7 @@ from epilora.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     ResourceExhaustedError,
+    StalePlacementError,
     UnavailableError,
 )
 from epilora.load_spec import MoEEPLoadSpec
@@ -242,6 +243,31 @@ class PlacementMover:
             placement_id=move.placed.placement.placement_id,
             seconds=round(time.monotonic() - start, 4),
         )
+
+    def matrix_of(self, layer: int, attribute: str, expert: int) -> torch.Tensor:
+        """An expert's matrix as its parameter stores it: here now, or coming with the prepared move. Any thread.
+
+        Raises:
+            StalePlacementError: it is neither.
+        """
+        with self._lock:
+            incoming = {} if self._move is None else self._move.incoming
+        name, parameter = next(
+            (name, parameter)
+            for name, parameter in self._loaded.experts.items()
+            if parameter.layer == layer and parameter.attribute == attribute
+        )
+        held, weights = self.placed.local_experts(layer), parameter.local()
+        # While a move is taken up, the table may be that of the placement before.
+        if expert in held and held.index(expert) < weights.shape[0]:
+            return weights[held.index(expert)]
+        found = incoming.get(name, {}).get(expert)
+        if found is None:
+            raise StalePlacementError(
+                f"expert {expert} of layer {layer} is not on this rank any more; build the slice for the new placement",
+                reason="STALE_PLACEMENT",
+            )
+        return found
 
     def num_bytes(self) -> int:
         """Bytes of the local experts' base weights, those of a prepared move included."""

@@ -41,6 +41,8 @@ class ExpertSlice:
         lora_rank: per local slot.
         scale_e: float32 [e].
         out_features: rows of each block of b.
+        local_experts: logical expert of each slot.
+        magnitude: [slots with a pair, out], DoRA's; None without.
     """
 
     layer: int
@@ -50,16 +52,29 @@ class ExpertSlice:
     lora_rank: tuple[int, ...]
     scale_e: torch.Tensor
     out_features: int
+    local_experts: tuple[int, ...]
+    magnitude: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseSlice:
-    """One dense module, as views of the file: a [r, in], b [out, r]."""
+    """One dense module, as views of the file: a [r, in], b [out, r]; [out] DoRA's magnitude and lora_B's bias."""
 
     module: str
     a: torch.Tensor
     b: torch.Tensor
     scale: float
+    magnitude: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedSlice:
+    """What replaces a dense module's weight [out, in] (an embedding's: [in, out]) and bias [out], as views."""
+
+    module: str
+    weight: torch.Tensor
+    bias: torch.Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +83,7 @@ class AdapterSlice:
 
     experts: tuple[ExpertSlice, ...]
     dense: tuple[DenseSlice, ...]
+    saved: tuple[SavedSlice, ...]
 
 
 def read_slice(
@@ -99,8 +115,13 @@ def read_slice(
         for module, spec in dense_modules.items()
         if dense_tensor_name(module, "A") in header.tensors
     ]
+    saved = [
+        _saved(reader, spec)
+        for module, spec in dense_modules.items()
+        if dense_tensor_name(module, "weight") in header.tensors
+    ]
     reader.check_consumed()
-    return AdapterSlice(experts=tuple(experts), dense=tuple(dense))
+    return AdapterSlice(experts=tuple(experts), dense=tuple(dense), saved=tuple(saved))
 
 
 def _check_metadata(path: Path, header: SliceHeader, placement_id: str, load_spec: MoEEPLoadSpec) -> None:
@@ -158,6 +179,10 @@ class _Reader:
             return torch.empty(tensor.shape, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=tensor.offset).view(tensor.shape)
 
+    def vector(self, name: str, size: int) -> torch.Tensor | None:
+        """A tensor [1, size] as [size]; None if it is missing."""
+        return self.take(name, (1, size)).flatten() if name in self._header.tensors else None
+
     def rows(self, name: str) -> int:
         """First extent of a tensor; 0 if it is missing."""
         tensor = self._header.tensors.get(name)
@@ -185,6 +210,8 @@ def _expert(reader: _Reader, layer: MoELayerLoadSpec, projection: Projection) ->
     if any(rank < 0 for rank in lora_rank):
         raise reader.error(f"{name('lora_rank')} holds {min(lora_rank)}")
     total = sum(lora_rank)
+    present = sum(rank > 0 for rank in lora_rank)
+    has_magnitude = reader.rows(name("magnitude")) > 0
     return ExpertSlice(
         layer=moe.layer,
         projection=projection.value,
@@ -193,6 +220,8 @@ def _expert(reader: _Reader, layer: MoELayerLoadSpec, projection: Projection) ->
         lora_rank=lora_rank,
         scale_e=reader.take(name("scale"), (num_slots,), ("F32",)),
         out_features=out_features,
+        local_experts=layer.local_experts,
+        magnitude=reader.take(name("magnitude"), (present, out_features)) if has_magnitude else None,
     )
 
 
@@ -206,4 +235,18 @@ def _dense(reader: _Reader, spec: DenseModuleSpec) -> DenseSlice:
         a=reader.take(name("A"), (rank, spec.in_features)),
         b=reader.take(name("B"), (spec.out_features, rank)),
         scale=float(reader.take(name("scale"), (1,), ("F32",)).item()),
+        magnitude=reader.vector(name("magnitude"), spec.out_features),
+        bias=reader.vector(name("bias"), spec.out_features),
+    )
+
+
+def _saved(reader: _Reader, spec: DenseModuleSpec) -> SavedSlice:
+    name = dense_tensor_name(spec.module, "weight")
+    # An embedding's weight is [vocabulary, D], that is [in, out].
+    is_linear = reader.rows(name) == spec.out_features
+    sizes = (spec.out_features, spec.in_features) if is_linear else (spec.in_features, spec.out_features)
+    return SavedSlice(
+        module=spec.module,
+        weight=reader.take(name, sizes),
+        bias=reader.vector(dense_tensor_name(spec.module, "weight_bias"), spec.out_features),
     )

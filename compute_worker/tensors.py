@@ -33,9 +33,9 @@ def to_torch(tensor: types_pb2.Tensor, *, field: str, shape: tuple[int | None, .
     """
     array = decode_tensor(tensor, field=field)
     if len(array.shape) != len(shape) or any(w is not None and w != g for w, g in zip(shape, array.shape, strict=True)):
-        wanted = ["any" if extent is None else extent for extent in shape]
+        wanted = ", ".join("any" if extent is None else str(extent) for extent in shape)
         raise InvalidArgumentError(
-            f"{field} has shape {list(array.shape)}, expected {wanted}",
+            f"{field} has shape {list(array.shape)}, expected {len(shape)} dimensions, [{wanted}]",
             reason="BAD_TENSOR",
             field=f"{field}.shape",
         )

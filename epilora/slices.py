@@ -32,12 +32,12 @@ DTYPE_BYTES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2, "I32": 4, "U8":
 
 
 def expert_tensor_name(layer: int, projection: Projection, part: str) -> str:
-    """Name of an expert tensor; part is "A", "B", "lora_rank" or "scale"."""
+    """Name of an expert tensor; part is "A", "B", "lora_rank", "scale" or "magnitude"."""
     return f"experts.{layer}.{projection}.{part}"
 
 
 def dense_tensor_name(module: str, part: str) -> str:
-    """Name of a dense module's tensor; part is "A", "B" or "scale"."""
+    """Name of a dense module's tensor; part is "A", "B", "scale", "magnitude", "bias", "weight" or "weight_bias"."""
     return f"dense.{module}.{part}"
 
 

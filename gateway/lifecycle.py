@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import structlog
 from google.protobuf import json_format
 
+from epilora.adapters.base_model import base_model_warnings
 from epilora.errors import (
     AbortedError,
     DeadlineExceededError,
@@ -210,6 +211,7 @@ class Lifecycle:
         result = await self._loader.build(request, built)
         generation.lease_id, generation.report = result.lease_id, result.report
         generation.source = result.pinned_source or generation.source
+        generation.report.warnings.extend(base_model_warnings(result.report.base_model, infos[0].model.name))
         await self._registry.add_lease(result.lease_id)
         await self._number_content(generation, result.adapter_digest)
         total = sum(piece.tensor_bytes for piece in result.slices)

@@ -176,7 +176,8 @@ def _zero_warnings(form: NormalForm, written: WriteResult) -> list[str]:
         return []
     pairs = {(pair.a.tensor.index, pair.b.tensor.index): pair for pair in form.pairs()}
     pairs = {key: pair for key, pair in pairs.items() if written.seen.issuperset(key)}
-    zero = [pair for key, pair in pairs.items() if not written.nonzero.issuperset(key)]
+    # With DoRA the magnitude changes the output even then.
+    zero = [pair for key, pair in pairs.items() if not written.nonzero.issuperset(key) and pair.magnitude is None]
     if not zero:
         return []
     regions = [region for pair in zero for region in (pair.a, pair.b)]

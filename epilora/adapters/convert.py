@@ -79,9 +79,15 @@ def convert_adapter(
 
     Raises:
         AdapterFormatError: the adapter does not fit the model.
-        InvalidArgumentError: reason BAD_OUTPUT; `out` exists.
+        InvalidArgumentError: BAD_OUTPUT (`out` exists), UNSUPPORTED_ADAPTER (more than pairs of A and B).
     """
     form = adapter.resolve(model, hints=hints)
+    if form.saved or any(pair.magnitude is not None or pair.bias is not None for pair in form.pairs()):
+        raise InvalidArgumentError(
+            f"{adapter.path} has DoRA's magnitudes, biases or whole modules, which not both layouts can express; "
+            "it cannot be converted",
+            reason="UNSUPPORTED_ADAPTER",
+        )
     if out.exists():
         raise InvalidArgumentError(f"{out} exists; expected the name of a new directory", reason="BAD_OUTPUT")
     family = family_of(model.model_type, model.moe_layers[0].gate_up_layout)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
+from epilora.adapters.base_model import base_model_warnings
+from epilora.adapters.extras import check_extras
 from epilora.adapters.keys import Pair, pair_tensors
 from epilora.adapters.layout_hints import NO_HINTS, LayoutHints
 from epilora.adapters.normal_form import NormalForm
@@ -75,6 +77,8 @@ class Inspection:
     """Layer -> projection -> experts with a pair (with a model)."""
     num_experts: int = 0
     dense_modules: tuple[str, ...] = ()
+    saved_modules: tuple[str, ...] = ()
+    """Dense modules whose whole weight is replaced."""
     bytes_per_rank: tuple[int, ...] = ()
     placement: str = ""
     ignored: tuple[str, ...] = ()
@@ -107,6 +111,7 @@ class Inspection:
                 for layer, by_projection in self.experts_by_layer.items()
             },
             "dense_modules": list(self.dense_modules),
+            "saved_modules": list(self.saved_modules),
             "placement": self.placement,
             "bytes_per_rank": list(self.bytes_per_rank),
             "ignored_tensors": list(self.ignored),
@@ -148,6 +153,7 @@ def inspect_adapter(
         found.producer, found.base_model, found.warnings = config.peft_version, config.base_model, config.warnings
         paired = pair_tensors(adapter.header.tensors)
         _look_at_names(paired.pairs, found)
+        check_extras(paired.pairs, config)
         if model is not None:
             form = adapter.resolve(model, allow_partial=allow_partial, hints=hints, paired=paired)
             _look_at_form(form, model, ExpertPlacement.make(placement, model, num_ranks), found)
@@ -219,8 +225,8 @@ def _look_at_form(form: NormalForm, model: ModelSpec, placement: ExpertPlacement
     for (layer, projection), by_expert in form.experts.items():
         experts[layer][projection.value] = tuple(by_expert)
     found.experts_by_layer = dict(sorted(experts.items()))
-    found.dense_modules, found.ignored = tuple(form.dense), form.ignored
-    found.warnings = form.warnings
+    found.dense_modules, found.saved_modules, found.ignored = tuple(form.dense), tuple(form.saved), form.ignored
+    found.warnings = (*form.warnings, *base_model_warnings(found.base_model, model.name))
     specs = [
         SliceSpec(layers=spec.layers, metadata=_metadata(spec))
         for spec in (MoEEPLoadSpec.make(model, placement, rank) for rank in range(placement.num_ranks))

@@ -1,8 +1,9 @@
 """Tensor names -> module paths and sides, and the pairs that they make.
 
 What is read: `<module>.lora_A.weight`, with the adapter's name between (`lora_A.default.weight`) or without `.weight`;
-`<module>.lora_embedding_A`; and `<experts>.lora_gate_and_up_A`, `<experts>.lora_down_A`, which name the parameter in
-the last segment and are read as pairs of `<experts>.gate_and_up_projs` and `<experts>.down_projs`.
+`<module>.lora_embedding_A`; `<module>.lora_magnitude_vector` (DoRA) and `<module>.lora_B.bias`, which belong to a pair;
+and `<experts>.lora_gate_and_up_A`, `<experts>.lora_down_A`, which name the parameter in the last segment and are read
+as pairs of `<experts>.gate_and_up_projs` and `<experts>.down_projs`.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ _NAME = re.compile(
     r"(?P<module>.+)\.lora_(?:(?P<grouped>gate_and_up|down)_)?(?P<side>[AB])(?:(?:\.(?P<adapter>[^.]+))?\.weight)?"
 )
 _EMBEDDING_NAME = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<side>[AB])(?:\.(?P<adapter>[^.]+))?")
+_EXTRA_NAME = re.compile(
+    r"(?P<module>.+)\.lora_(?:(?P<magnitude>magnitude_vector)(?:\.(?!weight\Z)[^.]+)?(?:\.weight)?|B(?:\.[^.]+)?\.bias)"
+)
 _ALWAYS_REFUSED = (
-    ("lora_magnitude_vector", "DoRA rescales the base weights by a trained magnitude"),
-    ("lora_magnitude", "DoRA rescales the base weights by a trained magnitude"),
-    (".bias", "a trained bias is not part of a pair of A and B"),
+    ("lora_magnitude", "a magnitude of DoRA that has no place in a module"),
+    (".bias", "a bias that is not lora_B's"),
 )
 _MAX_NAMED = 5
 
@@ -39,11 +42,19 @@ class Pair(NamedTuple):
     b: TensorEntry
     is_embedding: bool = False
     """True for lora_embedding_A [r, vocabulary] and lora_embedding_B [D, r]."""
+    magnitude: TensorEntry | None = None
+    """DoRA's, [out]."""
+    bias: TensorEntry | None = None
+    """Of lora_B, [out]."""
 
     @property
     def is_empty(self) -> bool:
         """True if neither half has elements: what some trainers write for a projection that the model lacks."""
         return self.a.size_bytes == 0 and self.b.size_bytes == 0
+
+    def tensors(self) -> list[TensorEntry]:
+        """All tensors of the module."""
+        return [tensor for tensor in (self.a, self.b, self.magnitude, self.bias) if tensor is not None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +71,7 @@ def pair_tensors(tensors: Sequence[TensorEntry]) -> PairedTensors:
     """Finds the two halves of each pair.
 
     Raises:
-        AdapterFormatError: NO_LORA_TENSORS, UNSUPPORTED_ADAPTER (DoRA, bias), MIXED_ADAPTER_NAMES,
+        AdapterFormatError: NO_LORA_TENSORS, UNSUPPORTED_ADAPTER, MIXED_ADAPTER_NAMES,
             DUPLICATE_TENSOR (two names of one half), MISSING_PAIR_HALF, EMPTY_TENSOR.
     """
     pairs, rest = _neighbours(tensors)
@@ -68,7 +79,11 @@ def pair_tensors(tensors: Sequence[TensorEntry]) -> PairedTensors:
     others: list[TensorEntry] = []
     adapter_names: dict[str, str] = {}
     embeddings: set[str] = set()
+    extras: list[TensorEntry] = []
     for tensor in rest:
+        if _EXTRA_NAME.fullmatch(tensor.name):
+            extras.append(tensor)
+            continue
         match = _NAME.fullmatch(tensor.name) or _EMBEDDING_NAME.fullmatch(tensor.name)
         if match is None:
             _refuse_by_name(tensor)
@@ -95,6 +110,7 @@ def pair_tensors(tensors: Sequence[TensorEntry]) -> PairedTensors:
     _check_halves(halves)
     for module, sides in halves.items():
         pairs[module] = Pair(module=module, a=sides["A"], b=sides["B"], is_embedding=module in embeddings)
+    _add_extras(pairs, extras)
     ordered = list(pairs.values())
     if halves:
         ordered.sort(key=lambda pair: min(pair.a.index, pair.b.index))
@@ -175,6 +191,29 @@ def _check_halves(halves: dict[str, dict[str, TensorEntry]]) -> None:
             reason="MISSING_PAIR_HALF",
             metadata={"tensor": single[0]},
         )
+
+
+def _add_extras(pairs: dict[str, Pair], tensors: Sequence[TensorEntry]) -> None:
+    """Gives magnitudes and biases to the pairs of their modules."""
+    for tensor in tensors:
+        match = _EXTRA_NAME.fullmatch(tensor.name)
+        assert match is not None, tensor.name
+        module, kind = match["module"].removeprefix(_PREFIX), "magnitude" if match["magnitude"] else "bias"
+        pair = pairs.get(module)
+        if pair is None:
+            raise AdapterFormatError(
+                f"{tensor.name} lacks the pair of its module, lora_A and lora_B of {module}",
+                reason="MISSING_PAIR_HALF",
+                metadata={"tensor": tensor.name},
+            )
+        other = getattr(pair, kind)
+        if other is not None:
+            raise AdapterFormatError(
+                f"{other.name} and {tensor.name} are both the {kind} of {module}", reason="DUPLICATE_TENSOR"
+            )
+        if tensor.size_bytes == 0:
+            raise empty_tensors([tensor.name])
+        pairs[module] = pair._replace(magnitude=tensor) if kind == "magnitude" else pair._replace(bias=tensor)
 
 
 def _check_empty(pairs: Sequence[Pair]) -> None:

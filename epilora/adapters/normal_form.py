@@ -107,6 +107,19 @@ class LoraPair(NamedTuple):
     lora_rank: int
     scale: float
     """alpha / r or alpha / sqrt(r), patterns applied; never folded into A or B."""
+    magnitude: Region | None = None
+    """DoRA's, [1, out]: the output of base weight and delta together is multiplied, row by row, by the magnitude over
+    the norm of that row of W + delta."""
+    bias: Region | None = None
+    """lora_B's, [1, out]: scale * bias is added to the output."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedModule:
+    """A dense module whose weight [out, in], and bias [out] if it has one, replace the model's (modules_to_save)."""
+
+    weight: TensorEntry
+    bias: TensorEntry | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +132,8 @@ class NormalForm:
     """(layer, projection) -> logical expert -> pair, in order of layer."""
     dense: Mapping[str, LoraPair]
     """Module path -> pair, in order of the model's modules."""
+    saved: Mapping[str, SavedModule]
+    """Module path -> what replaces it, in order of the model's modules."""
     ignored: tuple[str, ...]
     """Tensors left out by allow_partial."""
     absent: tuple[str, ...]
@@ -130,6 +145,13 @@ class NormalForm:
     def pairs(self) -> list[LoraPair]:
         """All pairs: experts', then dense ones."""
         return [pair for by_expert in self.experts.values() for pair in by_expert.values()] + list(self.dense.values())
+
+    def used_indices(self) -> set[int]:
+        """Of the tensors that are put to use."""
+        regions = [part for pair in self.pairs() for part in (pair.a, pair.b, pair.magnitude, pair.bias)]
+        saved = [tensor for module in self.saved.values() for tensor in (module.weight, module.bias)]
+        used = {region.tensor.index for region in regions if region is not None}
+        return used | {tensor.index for tensor in saved if tensor is not None}
 
 
 NUMPY_DTYPE: Mapping[str, np.dtype[Any]] = {

@@ -59,13 +59,13 @@ _HONOURED = frozenset(
         "fan_in_fan_out",
         "bias",
         "ensure_weight_tying",
+        "use_dora",
+        "lora_bias",
+        "modules_to_save",
     }
 )
 # What a truthy value of a field would mean, as the reason of a refusal.
 _REFUSED: Mapping[str, str] = {
-    "use_dora": "DoRA rescales the base weights by a trained magnitude",
-    "lora_bias": "lora_B has a bias",
-    "modules_to_save": "whole modules are replaced by trained ones",
     "trainable_token_indices": "rows of the embedding are replaced by trained ones",
     "layer_replication": "decoder layers are repeated, so the adapter is for another model",
     "alora_invocation_tokens": "activated LoRA applies to part of a sequence only",
@@ -96,6 +96,12 @@ class PeftConfig:
     """base_model_name_or_path, for messages; may be empty."""
     ties_embeddings: bool
     """ensure_weight_tying."""
+    uses_dora: bool
+    """Each pair has a magnitude."""
+    has_biases: bool
+    """lora_bias: each lora_B has a bias."""
+    modules_to_save: tuple[str, ...]
+    """Ends of the paths of modules whose whole weights are in the file."""
     warnings: tuple[str, ...]
 
     @property
@@ -119,6 +125,10 @@ class PeftConfig:
         """True if target_parameters names a parameter, by its path or by a suffix at a dot, as PEFT matches it."""
         return any(parameter == name or parameter.endswith(f".{name}") for name in self.target_parameters)
 
+    def saves(self, module: str) -> bool:
+        """True if modules_to_save names a module, by the end of its path, as PEFT matches it."""
+        return any(module.endswith(name) for name in self.modules_to_save)
+
     def targets_parameter_named(self, name: str) -> bool:
         """True if an entry of target_parameters ends in a parameter's name."""
         return any(entry.rpartition(".")[2] == name for entry in self.target_parameters)
@@ -141,6 +151,8 @@ def parse_peft_config(content: bytes) -> PeftConfig:
     alpha = _or_default(values, "lora_alpha", _is_number, "a finite number")
     if alpha == 0:
         warnings.append("lora_alpha is 0: modules without an alpha_pattern are not changed")
+    if values.get("use_dora") and values.get("lora_bias"):
+        raise _error("use_dora and lora_bias are both set, which PEFT does not allow")
     if values.get("fan_in_fan_out"):
         warnings.append("fan_in_fan_out is set; it has no meaning for this model's linear maps, as in PEFT")
     return PeftConfig(
@@ -153,6 +165,9 @@ def parse_peft_config(content: bytes) -> PeftConfig:
         peft_version=_text(values, "peft_version"),
         base_model=_text(values, "base_model_name_or_path"),
         ties_embeddings=_flag(values, "ensure_weight_tying"),
+        uses_dora=_flag(values, "use_dora"),
+        has_biases=_flag(values, "lora_bias"),
+        modules_to_save=_names(values, "modules_to_save"),
         warnings=tuple(warnings),
     )
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from epilora.adapters.checks import check_linear
+from epilora.adapters.extras import refuse_extras, vector
 from epilora.adapters.keys import Pair
 from epilora.adapters.normal_form import AdapterTarget, ExpertLayout, LoraPair, Region
 from epilora.adapters.peft_config import PeftConfig
@@ -51,6 +52,10 @@ class _Found:
     """Pairs of the layer's experts, one projection."""
 
 
+_NO_EXTRAS = (False, None, None)
+"""is_embedding, magnitude and bias of a pair that is nothing but A and B."""
+
+
 class KnownExperts:
     """The experts found so far. Those beside one of them differ in the number alone, so little is left to check."""
 
@@ -75,7 +80,7 @@ class KnownExperts:
         expert = found.numbers.get(middle)
         if expert is None or expert in found.by_expert:
             return False
-        if pair.a.shape != found.a_shape or pair.b.shape != found.b_shape or pair.is_embedding:
+        if pair.a.shape != found.a_shape or pair.b.shape != found.b_shape or pair[3:] != _NO_EXTRAS:
             return False
         lora_rank, scale, expected = found.lora_rank, found.scale, found.config_rank
         if self._has_patterns:
@@ -153,12 +158,15 @@ def resolve_expert_pair(pair: Pair, found: ExpertModule, config: PeftConfig) -> 
     """The pair of one expert's projection.
 
     Raises:
-        AdapterFormatError: SHAPE_MISMATCH, RANK_MISMATCH.
+        AdapterFormatError: SHAPE_MISMATCH, RANK_MISMATCH, UNSUPPORTED_ADAPTER (a bias).
     """
-    lora_rank = check_linear(pair, *features_of(found.moe, found.projection), config)
+    in_features, out_features = features_of(found.moe, found.projection)
+    lora_rank = check_linear(pair, in_features, out_features, config)
+    refuse_extras(pair._replace(magnitude=None), "routed experts")
     return LoraPair(
         a=Region(tensor=pair.a, row_begin=0, row_end=lora_rank),
         b=Region(tensor=pair.b, row_begin=0, row_end=pair.b.shape[0]),
         lora_rank=lora_rank,
         scale=config.scale_of(pair.module, lora_rank),
+        magnitude=vector(pair.magnitude, out_features, config),
     )

@@ -8,17 +8,17 @@ from epilora.adapters.safetensors_header import SafetensorsHeader
 from epilora.v1 import types_pb2
 
 _MAX_LISTED = 100
+_MAX_NAME_LENGTH = 1024
 
 
 def make_report(header: SafetensorsHeader, config: PeftConfig, form: NormalForm) -> types_pb2.AdapterLoadReport:
     """The report, without what only the build knows: bytes_read, cache_hit, and warnings about values."""
     ranks = [pair.lora_rank for pair in form.pairs()]
-    used = {region.tensor.index for pair in form.pairs() for region in (pair.a, pair.b)}
     return types_pb2.AdapterLoadReport(
         expert_layout=form.expert_layout,
         producer=config.peft_version,
         num_tensors=len(header.tensors),
-        num_tensors_used=len(used) + len(form.absent),
+        num_tensors_used=len(form.used_indices()) + len(form.absent),
         ignored_tensors=form.ignored,
         expert_coverage=[
             types_pb2.ExpertCoverage(layer=layer, projection=projection.value, num_experts=len(by_expert))
@@ -27,10 +27,12 @@ def make_report(header: SafetensorsHeader, config: PeftConfig, form: NormalForm)
         dense_modules=list(form.dense),
         warnings=form.warnings,
         file_bytes=header.file_bytes,
-        min_lora_rank=min(ranks),
-        max_lora_rank=max(ranks),
+        min_lora_rank=min(ranks, default=0),
+        max_lora_rank=max(ranks, default=0),
         file_dtype=", ".join(sorted({tensor.dtype for tensor in header.tensors})),
         rank_differences=_listed(form.rank_differences),
+        saved_modules=list(form.saved),
+        base_model=config.base_model[:_MAX_NAME_LENGTH],
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from epilora.adapters.checks import check_linear
+from epilora.adapters.extras import check_extras, refuse_extras, vector
 from epilora.adapters.keys import Pair, PairedTensors, empty_tensors, named, pair_tensors
 from epilora.adapters.layout_hints import NO_HINTS, LayoutHints
 from epilora.adapters.normal_form import AdapterTarget, ExpertLayout, LoraPair, NormalForm, Region
@@ -19,6 +20,7 @@ from epilora.adapters.per_expert import (
     resolve_expert_pair,
 )
 from epilora.adapters.safetensors_header import SafetensorsHeader, TensorEntry
+from epilora.adapters.saved_modules import SavedModules, check_all_saved, find_saved_modules
 from epilora.adapters.stacked import StackedModule, match_stacked, resolve_stacked
 from epilora.errors import AdapterFormatError
 from epilora.families import Projection
@@ -83,13 +85,16 @@ def resolve_adapter(
         AdapterFormatError: see docs/adapters.md for the reasons.
     """
     paired = paired or pair_tensors(header.tensors)
+    check_extras(paired.pairs, config)
+    saved = find_saved_modules(paired.others, target, config, lambda module: _renamed(module, target))
     differences: list[str] = []
-    found = _Found(known=KnownExperts(config, differences), rank_differences=differences, left_over=list(paired.others))
+    found = _Found(known=KnownExperts(config, differences), rank_differences=differences, left_over=saved.left_over)
     for pair in paired.pairs:
         if not found.known.place(pair):
             _place(pair, target, config, found)
     if found.left_over and not allow_partial:
         raise _unknown_tensors(found.left_over, len(header.tensors), config)
+    _check_saved(saved, found, config, allow_partial)
     layout = _one_layout(found.layouts)
     experts: Mapping[_Place, Mapping[int, LoraPair]] = {**found.singles, **found.packed}
     if found.stacked:
@@ -99,6 +104,7 @@ def resolve_adapter(
         expert_layout=layout,
         experts=_sorted_experts(experts),
         dense={module: found.dense[module] for module in target.dense_modules if module in found.dense},
+        saved=saved.modules,
         ignored=tuple(sorted(tensor.name for tensor in found.left_over)),
         absent=tuple(sorted(found.absent)),
         rank_differences=tuple(found.rank_differences),
@@ -121,17 +127,19 @@ def _place(pair: Pair, target: AdapterTarget, config: PeftConfig, found: _Found)
         return
     stacked = match_stacked(module, target)
     if stacked is not None:
+        refuse_extras(pair, "stacked experts")
         found.claim((stacked.moe.layer, stacked.depth), pair)
         found.layouts.setdefault(ExpertLayout.TARGET_PARAMETERS, pair.a.name)
         found.stacked.append((stacked, pair))
         return
     packed = match_packed(module, target)
     if packed is not None:
+        refuse_extras(pair, "stacked experts")
         _place_packed(pair, packed, target, config, found)
         return
     dense = target.dense_modules.get(module)
     if dense is None or pair.is_embedding != (module == target.family.embedding_path):
-        found.left_over += [pair.a, pair.b]
+        found.left_over += pair.tensors()
         return
     found.claim(module, pair)
     found.dense[module] = _dense_pair(pair, dense, config, found)
@@ -145,6 +153,18 @@ def _place_expert(pair: Pair, module: ExpertModule, config: PeftConfig, found: _
     resolved = by_expert[module.expert] = resolve_expert_pair(pair, module, config)
     found.known.add(pair, module, by_expert)
     found.note_rank(pair.module, config.ranks.value_of(pair.module), resolved.lora_rank)
+
+
+def _check_saved(saved: SavedModules, found: _Found, config: PeftConfig, allow_partial: bool) -> None:
+    both = [module for module in saved.modules if module in found.dense]
+    if both:
+        raise AdapterFormatError(
+            f"{found.dense[both[0]].a.tensor.name} and {saved.modules[both[0]].weight.name}: a pair and a whole weight "
+            "are for the same module of the model",
+            reason="DUPLICATE_TENSOR",
+        )
+    if not allow_partial:
+        check_all_saved(list(saved.modules), config)
 
 
 def _same_module(other: str, pair: Pair) -> AdapterFormatError:
@@ -209,7 +229,12 @@ def _dense_pair(pair: Pair, dense: DenseModuleSpec, config: PeftConfig, found: _
     key = parameter if config.targets_parameter(parameter) else pair.module
     found.note_rank(pair.module, config.ranks.value_of(key), lora_rank)
     return LoraPair(
-        a=Region.whole(pair.a), b=Region.whole(pair.b), lora_rank=lora_rank, scale=config.scale_of(key, lora_rank)
+        a=Region.whole(pair.a),
+        b=Region.whole(pair.b),
+        lora_rank=lora_rank,
+        scale=config.scale_of(key, lora_rank),
+        magnitude=vector(pair.magnitude, dense.out_features, config),
+        bias=vector(pair.bias, dense.out_features, config),
     )
 
 
@@ -223,12 +248,12 @@ def _sorted_experts(
 
 def _check_pairs(form: NormalForm, max_lora_rank: int, num_tensors: int) -> None:
     pairs = form.pairs()
-    if not pairs:
+    if not pairs and not form.saved:
         raise AdapterFormatError(
             f"none of the file's {num_tensors} tensors fits this model: {named(form.ignored)}",
             reason="NO_MATCHING_TENSORS",
         )
-    if max(pair.lora_rank for pair in pairs) > max_lora_rank:
+    if max((pair.lora_rank for pair in pairs), default=0) > max_lora_rank:
         pair = next(pair for pair in pairs if pair.lora_rank > max_lora_rank)
         raise AdapterFormatError(
             f"{pair.a.tensor.name}: lora_rank {pair.lora_rank} is above the limit {max_lora_rank} "
@@ -239,11 +264,11 @@ def _check_pairs(form: NormalForm, max_lora_rank: int, num_tensors: int) -> None
     for (layer, projection), by_expert in form.experts.items():
         a_dtypes = {pair.a.tensor.dtype for pair in by_expert.values()}
         b_dtypes = {pair.b.tensor.dtype for pair in by_expert.values()}
-        for side, dtypes in (("A", a_dtypes), ("B", b_dtypes)):
+        others = {pair.magnitude.tensor.dtype for pair in by_expert.values() if pair.magnitude is not None}
+        for what, dtypes in (("lora_A", a_dtypes), ("lora_B", b_dtypes), ("lora_magnitude_vector", others)):
             if len(dtypes) > 1:
                 raise AdapterFormatError(
-                    f"layer {layer}, {projection}: lora_{side} of its experts have dtypes {sorted(dtypes)}, "
-                    "expected one",
+                    f"layer {layer}, {projection}: {what} of its experts have dtypes {sorted(dtypes)}, expected one",
                     reason="MIXED_DTYPES",
                 )
 

@@ -117,9 +117,12 @@ def _names(form: NormalForm) -> list[str]:
     experts = [
         expert_tensor_name(layer, projection, part)
         for layer, projection in form.experts
-        for part in ("A", "B", "lora_rank", "scale")
+        for part in ("A", "B", "lora_rank", "scale", "magnitude")
     ]
-    return experts + [dense_tensor_name(module, part) for module in form.dense for part in ("A", "B", "scale")]
+    parts = ("A", "B", "scale", "magnitude", "bias")
+    dense = [dense_tensor_name(module, part) for module in form.dense for part in parts]
+    saved = [dense_tensor_name(module, part) for module in form.saved for part in ("weight", "weight_bias")]
+    return experts + dense + saved
 
 
 def _draft(form: NormalForm, spec: SliceSpec) -> list[_Item]:
@@ -130,12 +133,21 @@ def _draft(form: NormalForm, spec: SliceSpec) -> list[_Item]:
         if any(slots):
             draft += _expert_items(layer, projection, slots)
     for module, pair in form.dense.items():
-        for part, region in (("A", pair.a), ("B", pair.b)):
-            name = dense_tensor_name(module, part)
-            tensor = SliceTensor(name=name, dtype=region.tensor.dtype, shape=region.shape)
-            draft.append(_Item(tensor=tensor, regions=(region,)))
+        draft += [_whole(dense_tensor_name(module, part), region) for part, region in (("A", pair.a), ("B", pair.b))]
         draft.append(_constant(dense_tensor_name(module, "scale"), "F32", [pair.scale]))
+        for part, vector in (("magnitude", pair.magnitude), ("bias", pair.bias)):
+            if vector is not None:
+                draft.append(_whole(dense_tensor_name(module, part), vector))
+    for module, saved in form.saved.items():
+        draft.append(_whole(dense_tensor_name(module, "weight"), Region.whole(saved.weight)))
+        if saved.bias is not None:
+            draft.append(_whole(dense_tensor_name(module, "weight_bias"), Region.whole(saved.bias)))
     return draft
+
+
+def _whole(name: str, region: Region) -> _Item:
+    """One matrix."""
+    return _Item(tensor=SliceTensor(name=name, dtype=region.tensor.dtype, shape=region.shape), regions=(region,))
 
 
 def _expert_items(layer: int, projection: Projection, slots: Sequence[LoraPair | None]) -> list[_Item]:
@@ -151,9 +163,16 @@ def _expert_items(layer: int, projection: Projection, slots: Sequence[LoraPair |
     b = SliceTensor(name=name("B"), dtype=first.b.tensor.dtype, shape=(out_features * sum_rank,))
     ranks = [0 if pair is None else pair.lora_rank for pair in slots]
     scales = [0.0 if pair is None else pair.scale for pair in slots]
-    return [
+    magnitudes = tuple(pair.magnitude for pair in present if pair.magnitude is not None)
+    assert len(magnitudes) in (0, len(present)), (layer, projection)
+    items = [
         _Item(tensor=a, regions=tuple(pair.a for pair in present)),
         _Item(tensor=b, regions=tuple(pair.b for pair in present)),
         _constant(name("lora_rank"), "I32", ranks),
         _constant(name("scale"), "F32", scales),
     ]
+    if magnitudes:
+        shape = (len(magnitudes), out_features)
+        tensor = SliceTensor(name=name("magnitude"), dtype=magnitudes[0].tensor.dtype, shape=shape)
+        items.append(_Item(tensor=tensor, regions=magnitudes))
+    return items

@@ -110,6 +110,8 @@ def _print(found: Inspection) -> None:
         for rank, num_bytes in enumerate(found.bytes_per_rank):
             ranks_table.add_row(str(rank), format_bytes(num_bytes))
         console.print(ranks_table)
+    for module in found.saved_modules[:_MAX_LISTED]:
+        console.print(Text(f"replaced by a trained weight: {module}"))
     for tensor in found.ignored[:_MAX_LISTED]:
         console.print(Text(f"left out: {tensor}", style="yellow"))
     for warning in found.warnings:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x65pilora/v1/types.proto\x12\nepilora.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"J\n\x06Tensor\x12#\n\x05\x64type\x18\x01 \x01(\x0e\x32\x14.epilora.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xd1\x02\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\'\n\x05state\x18\x05 \x01(\x0e\x32\x18.epilora.v1.AdapterState\x12+\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x1a.epilora.v1.AdapterFailure\x12\x14\n\x0c\x61\x64\x61pter_slot\x18\x07 \x01(\x05\x12\x31\n\rserving_since\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1e\n\x16num_requests_in_flight\x18\t \x01(\x05\x12\x16\n\x0eresident_bytes\x18\n \x01(\x03\x12-\n\x06report\x18\x0b \x01(\x0b\x32\x1d.epilora.v1.AdapterLoadReport\"?\n\x0e\x41\x64\x61pterFailure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xf9\x02\n\x11\x41\x64\x61pterLoadReport\x12\x15\n\rexpert_layout\x18\x01 \x01(\t\x12\x10\n\x08producer\x18\x02 \x01(\t\x12\x13\n\x0bnum_tensors\x18\x03 \x01(\x05\x12\x18\n\x10num_tensors_used\x18\x04 \x01(\x05\x12\x17\n\x0fignored_tensors\x18\x05 \x03(\t\x12\x33\n\x0f\x65xpert_coverage\x18\x06 \x03(\x0b\x32\x1a.epilora.v1.ExpertCoverage\x12\x15\n\rdense_modules\x18\x07 \x03(\t\x12\x10\n\x08warnings\x18\x08 \x03(\t\x12\x12\n\nfile_bytes\x18\t \x01(\x03\x12\x12\n\nbytes_read\x18\n \x01(\x03\x12\x11\n\tcache_hit\x18\x0b \x01(\x08\x12\x15\n\rmin_lora_rank\x18\x0c \x01(\x05\x12\x15\n\rmax_lora_rank\x18\r \x01(\x05\x12\x12\n\nfile_dtype\x18\x0e \x01(\t\x12\x18\n\x10rank_differences\x18\x0f \x03(\t\"\x80\x01\n\x0bLayoutHints\x12\x35\n\x0borientation\x18\x01 \x01(\x0e\x32 .epilora.v1.ParameterOrientation\x12\x1e\n\x16\x65xpert_rank_from_shape\x18\x02 \x01(\x08\x12\x1a\n\x12stacked_parameters\x18\x03 \x03(\t\"H\n\x0e\x45xpertCoverage\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\x12\n\nprojection\x18\x02 \x01(\t\x12\x13\n\x0bnum_experts\x18\x03 \x01(\x05\"\xc5\x01\n\rMoEEPLoadSpec\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\x14\n\x0cplacement_id\x18\x02 \x01(\t\x12\x0f\n\x07\x65p_rank\x18\x03 \x01(\x05\x12\x14\n\x0cnum_ep_ranks\x18\x04 \x01(\x05\x12\x16\n\x0e\x65xpert_tp_rank\x18\x05 \x01(\x05\x12\x1b\n\x13num_expert_tp_ranks\x18\x06 \x01(\x05\x12,\n\x06layers\x18\x07 \x03(\x0b\x32\x1c.epilora.v1.MoELayerLoadSpec\"\xbf\x01\n\x10MoELayerLoadSpec\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\x15\n\rlocal_experts\x18\x02 \x03(\x05\x12\x13\n\x0bnum_experts\x18\x03 \x01(\x05\x12\x13\n\x0bhidden_size\x18\x04 \x01(\x05\x12\x19\n\x11intermediate_size\x18\x05 \x01(\x05\x12\x30\n\x0egate_up_layout\x18\x06 \x01(\x0e\x32\x18.epilora.v1.GateUpLayout\x12\x0e\n\x06module\x18\x07 \x01(\t\"H\n\x0b\x44\x65nseModule\x12\x0e\n\x06module\x18\x01 \x01(\t\x12\x13\n\x0bin_features\x18\x02 \x01(\x05\x12\x14\n\x0cout_features\x18\x03 \x01(\x05*\x95\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x04\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x05*\xcf\x01\n\x0c\x41\x64\x61pterState\x12\x1d\n\x19\x41\x44\x41PTER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41\x44\x41PTER_STATE_LOADING\x10\x01\x12\x18\n\x14\x41\x44\x41PTER_STATE_STAGED\x10\x02\x12\x19\n\x15\x41\x44\x41PTER_STATE_SERVING\x10\x03\x12\x1a\n\x16\x41\x44\x41PTER_STATE_DRAINING\x10\x04\x12\x18\n\x14\x41\x44\x41PTER_STATE_FAILED\x10\x05\x12\x1a\n\x16\x41\x44\x41PTER_STATE_UNLOADED\x10\x06*\x81\x01\n\x14ParameterOrientation\x12%\n!PARAMETER_ORIENTATION_UNSPECIFIED\x10\x00\x12\x1f\n\x1bPARAMETER_ORIENTATION_PLAIN\x10\x01\x12!\n\x1dPARAMETER_ORIENTATION_SWAPPED\x10\x02*\x8d\x01\n\x0cGateUpLayout\x12\x1e\n\x1aGATE_UP_LAYOUT_UNSPECIFIED\x10\x00\x12\x1f\n\x1bGATE_UP_LAYOUT_CONCATENATED\x10\x01\x12\x1e\n\x1aGATE_UP_LAYOUT_INTERLEAVED\x10\x02\x12\x1c\n\x18GATE_UP_LAYOUT_NOT_GATED\x10\x03\x42\x34\n\x0e\x64\x65v.epilora.v1B\nTypesProtoP\x01Z\x14\x65pilora/v1;epilorav1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x65pilora/v1/types.proto\x12\nepilora.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"J\n\x06Tensor\x12#\n\x05\x64type\x18\x01 \x01(\x0e\x32\x14.epilora.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xd1\x02\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x03\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\x12\'\n\x05state\x18\x05 \x01(\x0e\x32\x18.epilora.v1.AdapterState\x12+\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x1a.epilora.v1.AdapterFailure\x12\x14\n\x0c\x61\x64\x61pter_slot\x18\x07 \x01(\x05\x12\x31\n\rserving_since\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x1e\n\x16num_requests_in_flight\x18\t \x01(\x05\x12\x16\n\x0eresident_bytes\x18\n \x01(\x03\x12-\n\x06report\x18\x0b \x01(\x0b\x32\x1d.epilora.v1.AdapterLoadReport\"?\n\x0e\x41\x64\x61pterFailure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\"\xa4\x03\n\x11\x41\x64\x61pterLoadReport\x12\x15\n\rexpert_layout\x18\x01 \x01(\t\x12\x10\n\x08producer\x18\x02 \x01(\t\x12\x13\n\x0bnum_tensors\x18\x03 \x01(\x05\x12\x18\n\x10num_tensors_used\x18\x04 \x01(\x05\x12\x17\n\x0fignored_tensors\x18\x05 \x03(\t\x12\x33\n\x0f\x65xpert_coverage\x18\x06 \x03(\x0b\x32\x1a.epilora.v1.ExpertCoverage\x12\x15\n\rdense_modules\x18\x07 \x03(\t\x12\x10\n\x08warnings\x18\x08 \x03(\t\x12\x12\n\nfile_bytes\x18\t \x01(\x03\x12\x12\n\nbytes_read\x18\n \x01(\x03\x12\x11\n\tcache_hit\x18\x0b \x01(\x08\x12\x15\n\rmin_lora_rank\x18\x0c \x01(\x05\x12\x15\n\rmax_lora_rank\x18\r \x01(\x05\x12\x12\n\nfile_dtype\x18\x0e \x01(\t\x12\x18\n\x10rank_differences\x18\x0f \x03(\t\x12\x15\n\rsaved_modules\x18\x10 \x03(\t\x12\x12\n\nbase_model\x18\x11 \x01(\t\"\x80\x01\n\x0bLayoutHints\x12\x35\n\x0borientation\x18\x01 \x01(\x0e\x32 .epilora.v1.ParameterOrientation\x12\x1e\n\x16\x65xpert_rank_from_shape\x18\x02 \x01(\x08\x12\x1a\n\x12stacked_parameters\x18\x03 \x03(\t\"H\n\x0e\x45xpertCoverage\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\x12\n\nprojection\x18\x02 \x01(\t\x12\x13\n\x0bnum_experts\x18\x03 \x01(\x05\"\xc5\x01\n\rMoEEPLoadSpec\x12\x14\n\x0cmodel_digest\x18\x01 \x01(\t\x12\x14\n\x0cplacement_id\x18\x02 \x01(\t\x12\x0f\n\x07\x65p_rank\x18\x03 \x01(\x05\x12\x14\n\x0cnum_ep_ranks\x18\x04 \x01(\x05\x12\x16\n\x0e\x65xpert_tp_rank\x18\x05 \x01(\x05\x12\x1b\n\x13num_expert_tp_ranks\x18\x06 \x01(\x05\x12,\n\x06layers\x18\x07 \x03(\x0b\x32\x1c.epilora.v1.MoELayerLoadSpec\"\xbf\x01\n\x10MoELayerLoadSpec\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\x15\n\rlocal_experts\x18\x02 \x03(\x05\x12\x13\n\x0bnum_experts\x18\x03 \x01(\x05\x12\x13\n\x0bhidden_size\x18\x04 \x01(\x05\x12\x19\n\x11intermediate_size\x18\x05 \x01(\x05\x12\x30\n\x0egate_up_layout\x18\x06 \x01(\x0e\x32\x18.epilora.v1.GateUpLayout\x12\x0e\n\x06module\x18\x07 \x01(\t\"H\n\x0b\x44\x65nseModule\x12\x0e\n\x06module\x18\x01 \x01(\t\x12\x13\n\x0bin_features\x18\x02 \x01(\x05\x12\x14\n\x0cout_features\x18\x03 \x01(\x05*\x95\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x04\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x05*\xcf\x01\n\x0c\x41\x64\x61pterState\x12\x1d\n\x19\x41\x44\x41PTER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x41\x44\x41PTER_STATE_LOADING\x10\x01\x12\x18\n\x14\x41\x44\x41PTER_STATE_STAGED\x10\x02\x12\x19\n\x15\x41\x44\x41PTER_STATE_SERVING\x10\x03\x12\x1a\n\x16\x41\x44\x41PTER_STATE_DRAINING\x10\x04\x12\x18\n\x14\x41\x44\x41PTER_STATE_FAILED\x10\x05\x12\x1a\n\x16\x41\x44\x41PTER_STATE_UNLOADED\x10\x06*\x81\x01\n\x14ParameterOrientation\x12%\n!PARAMETER_ORIENTATION_UNSPECIFIED\x10\x00\x12\x1f\n\x1bPARAMETER_ORIENTATION_PLAIN\x10\x01\x12!\n\x1dPARAMETER_ORIENTATION_SWAPPED\x10\x02*\x8d\x01\n\x0cGateUpLayout\x12\x1e\n\x1aGATE_UP_LAYOUT_UNSPECIFIED\x10\x00\x12\x1f\n\x1bGATE_UP_LAYOUT_CONCATENATED\x10\x01\x12\x1e\n\x1aGATE_UP_LAYOUT_INTERLEAVED\x10\x02\x12\x1c\n\x18GATE_UP_LAYOUT_NOT_GATED\x10\x03\x42\x34\n\x0e\x64\x65v.epilora.v1B\nTypesProtoP\x01Z\x14\x65pilora/v1;epilorav1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,14 +33,14 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'epilora.v1.types_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\016dev.epilora.v1B\nTypesProtoP\001Z\024epilora/v1;epilorav1'
-  _globals['_DATATYPE']._serialized_start=1606
-  _globals['_DATATYPE']._serialized_end=1755
-  _globals['_ADAPTERSTATE']._serialized_start=1758
-  _globals['_ADAPTERSTATE']._serialized_end=1965
-  _globals['_PARAMETERORIENTATION']._serialized_start=1968
-  _globals['_PARAMETERORIENTATION']._serialized_end=2097
-  _globals['_GATEUPLAYOUT']._serialized_start=2100
-  _globals['_GATEUPLAYOUT']._serialized_end=2241
+  _globals['_DATATYPE']._serialized_start=1649
+  _globals['_DATATYPE']._serialized_end=1798
+  _globals['_ADAPTERSTATE']._serialized_start=1801
+  _globals['_ADAPTERSTATE']._serialized_end=2008
+  _globals['_PARAMETERORIENTATION']._serialized_start=2011
+  _globals['_PARAMETERORIENTATION']._serialized_end=2140
+  _globals['_GATEUPLAYOUT']._serialized_start=2143
+  _globals['_GATEUPLAYOUT']._serialized_end=2284
   _globals['_TENSOR']._serialized_start=71
   _globals['_TENSOR']._serialized_end=145
   _globals['_ADAPTER']._serialized_start=148
@@ -48,15 +48,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ADAPTERFAILURE']._serialized_start=487
   _globals['_ADAPTERFAILURE']._serialized_end=550
   _globals['_ADAPTERLOADREPORT']._serialized_start=553
-  _globals['_ADAPTERLOADREPORT']._serialized_end=930
-  _globals['_LAYOUTHINTS']._serialized_start=933
-  _globals['_LAYOUTHINTS']._serialized_end=1061
-  _globals['_EXPERTCOVERAGE']._serialized_start=1063
-  _globals['_EXPERTCOVERAGE']._serialized_end=1135
-  _globals['_MOEEPLOADSPEC']._serialized_start=1138
-  _globals['_MOEEPLOADSPEC']._serialized_end=1335
-  _globals['_MOELAYERLOADSPEC']._serialized_start=1338
-  _globals['_MOELAYERLOADSPEC']._serialized_end=1529
-  _globals['_DENSEMODULE']._serialized_start=1531
-  _globals['_DENSEMODULE']._serialized_end=1603
+  _globals['_ADAPTERLOADREPORT']._serialized_end=973
+  _globals['_LAYOUTHINTS']._serialized_start=976
+  _globals['_LAYOUTHINTS']._serialized_end=1104
+  _globals['_EXPERTCOVERAGE']._serialized_start=1106
+  _globals['_EXPERTCOVERAGE']._serialized_end=1178
+  _globals['_MOEEPLOADSPEC']._serialized_start=1181
+  _globals['_MOEEPLOADSPEC']._serialized_end=1378
+  _globals['_MOELAYERLOADSPEC']._serialized_start=1381
+  _globals['_MOELAYERLOADSPEC']._serialized_end=1572
+  _globals['_DENSEMODULE']._serialized_start=1574
+  _globals['_DENSEMODULE']._serialized_end=1646
 # @@protoc_insertion_point(module_scope)

@@ -109,7 +109,7 @@ class AdapterFailure(_message.Message):
     def __init__(self, code: _Optional[int] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class AdapterLoadReport(_message.Message):
-    __slots__ = ("expert_layout", "producer", "num_tensors", "num_tensors_used", "ignored_tensors", "expert_coverage", "dense_modules", "warnings", "file_bytes", "bytes_read", "cache_hit", "min_lora_rank", "max_lora_rank", "file_dtype", "rank_differences")
+    __slots__ = ("expert_layout", "producer", "num_tensors", "num_tensors_used", "ignored_tensors", "expert_coverage", "dense_modules", "warnings", "file_bytes", "bytes_read", "cache_hit", "min_lora_rank", "max_lora_rank", "file_dtype", "rank_differences", "saved_modules", "base_model")
     EXPERT_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PRODUCER_FIELD_NUMBER: _ClassVar[int]
     NUM_TENSORS_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,8 @@ class AdapterLoadReport(_message.Message):
     MAX_LORA_RANK_FIELD_NUMBER: _ClassVar[int]
     FILE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     RANK_DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    SAVED_MODULES_FIELD_NUMBER: _ClassVar[int]
+    BASE_MODEL_FIELD_NUMBER: _ClassVar[int]
     expert_layout: str
     producer: str
     num_tensors: int
@@ -140,7 +142,9 @@ class AdapterLoadReport(_message.Message):
     max_lora_rank: int
     file_dtype: str
     rank_differences: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, expert_layout: _Optional[str] = ..., producer: _Optional[str] = ..., num_tensors: _Optional[int] = ..., num_tensors_used: _Optional[int] = ..., ignored_tensors: _Optional[_Iterable[str]] = ..., expert_coverage: _Optional[_Iterable[_Union[ExpertCoverage, _Mapping]]] = ..., dense_modules: _Optional[_Iterable[str]] = ..., warnings: _Optional[_Iterable[str]] = ..., file_bytes: _Optional[int] = ..., bytes_read: _Optional[int] = ..., cache_hit: _Optional[bool] = ..., min_lora_rank: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., file_dtype: _Optional[str] = ..., rank_differences: _Optional[_Iterable[str]] = ...) -> None: ...
+    saved_modules: _containers.RepeatedScalarFieldContainer[str]
+    base_model: str
+    def __init__(self, expert_layout: _Optional[str] = ..., producer: _Optional[str] = ..., num_tensors: _Optional[int] = ..., num_tensors_used: _Optional[int] = ..., ignored_tensors: _Optional[_Iterable[str]] = ..., expert_coverage: _Optional[_Iterable[_Union[ExpertCoverage, _Mapping]]] = ..., dense_modules: _Optional[_Iterable[str]] = ..., warnings: _Optional[_Iterable[str]] = ..., file_bytes: _Optional[int] = ..., bytes_read: _Optional[int] = ..., cache_hit: _Optional[bool] = ..., min_lora_rank: _Optional[int] = ..., max_lora_rank: _Optional[int] = ..., file_dtype: _Optional[str] = ..., rank_differences: _Optional[_Iterable[str]] = ..., saved_modules: _Optional[_Iterable[str]] = ..., base_model: _Optional[str] = ...) -> None: ...
 
 class LayoutHints(_message.Message):
     __slots__ = ("orientation", "expert_rank_from_shape", "stacked_parameters")

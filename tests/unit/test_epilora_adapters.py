@@ -328,7 +328,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str, str]] = {
         {**GOOD, f"{PREFIX}{Q}.lora_B.bias": np.ones(8, np.float32)},
         {},
         "UNSUPPORTED_ADAPTER",
-        "trained bias",
+        "lora_bias is not set",
     ),
     "two adapters": (
         {A.replace("weight", "x.weight"): GOOD[A], B.replace("weight", "y.weight"): GOOD[B]},

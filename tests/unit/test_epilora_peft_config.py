@@ -26,9 +26,6 @@ def _parse(**changes: Any) -> Any:
 REFUSED = {
     "peft_type": ["LOHA", "IA3", None, 1],
     "bias": ["all", "lora_only"],
-    "use_dora": [True],
-    "lora_bias": [True],
-    "modules_to_save": [["lm_head"]],
     "trainable_token_indices": [[1, 2], {"embed_tokens": [3]}],
     "layer_replication": [[[0, 2], [1, 3]]],
     "alora_invocation_tokens": [[1], []],
@@ -86,6 +83,9 @@ def test_accepted(changes: dict[str, Any]) -> None:
         ({"target_parameters": "mlp.experts.gate_up_proj"}, "target_parameters is"),
         ({"target_parameters": ["x"] * 20_000}, "20000 names"),
         ({"peft_version": 18}, "peft_version is 18"),
+        ({"use_dora": 1}, "use_dora is 1, expected true or false"),
+        ({"use_dora": True, "lora_bias": True}, "use_dora and lora_bias are both set"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save is 'lm_head', expected a list"),
     ],
 )
 def test_bad_values(changes: dict[str, Any], text: str) -> None:

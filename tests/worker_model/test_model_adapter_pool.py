@@ -30,6 +30,26 @@ def load_spec(spec: ModelSpec) -> MoEEPLoadSpec:
     return MoEEPLoadSpec.make(spec, ExpertPlacement.make("linear", spec, 2), 1)
 
 
+class RandomWeights:
+    """A model's weights, drawn when they are asked for."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._dense = {module.module: module for module in spec.dense_modules}
+        self._layers = {moe.layer: moe for moe in spec.moe_layers}
+
+    def dense(self, module: str) -> torch.Tensor:
+        return torch.randn(self._dense[module].out_features, self._dense[module].in_features)
+
+    def has_bias(self, module: str) -> bool:
+        return module.endswith("q_proj")
+
+    def expert(self, layer: int, projection: str, expert: int) -> torch.Tensor:
+        moe = self._layers[layer]
+        assert expert < moe.num_experts
+        sizes = (moe.hidden_size, moe.intermediate_size)
+        return torch.randn(sizes if projection == "down" else sizes[::-1])
+
+
 def _pool(
     spec: ModelSpec,
     load_spec: MoEEPLoadSpec,
@@ -39,7 +59,13 @@ def _pool(
     rank_multiple: int = 0,
 ) -> AdapterPool:
     return AdapterPool(
-        model=spec, load_spec=load_spec, dtype=dtype, device=CPU, max_bytes=max_bytes, rank_multiple=rank_multiple
+        model=spec,
+        load_spec=load_spec,
+        dtype=dtype,
+        device=CPU,
+        max_bytes=max_bytes,
+        base=RandomWeights(spec),
+        rank_multiple=rank_multiple,
     )
 
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
+from test_model_dora import adapted_by_peft, expert_dora
+from worker_model_files import write_adapter_slice
 from worker_model_ranks import Results, run_ranks
 from worker_model_support import (
     Adapter,
@@ -28,6 +30,7 @@ from worker_model_support import (
 from compute_worker.experts_triton import TritonLayerExperts
 from epilora.errors import InvalidArgumentError
 from epilora.model_spec import ModelSpec
+from tests.unit.epilora_adapters import write_adapter
 
 # Small: the interpreter takes a millisecond for each program of a launch.
 CONFIG = {
@@ -136,6 +139,45 @@ def test_an_adapter_of_attention_alone_leaves_the_experts_as_they_are(tmp_path: 
         used = attention if prompt.slot == 0 else None
         expected = reference_logits(tmp_path / "model", used, rank.spec, prompt.tokens)[-1]
         torch.testing.assert_close(logits, expected, **TOLERANCE)
+
+
+def test_dora_and_a_whole_router_in_fixed_steps(tmp_path: Path) -> None:
+    """Such a step runs as it is, without a graph; rows of the others keep the bits that they have in graphs."""
+    model = write_model(small_config("qwen3_moe", **CONFIG), tmp_path / "model")
+    adapted = adapted_by_peft(model, use_dora=True, target_modules=["q_proj", "lm_head"], modules_to_save=["mlp.gate"])
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    rank = open_rank(tmp_path)
+    plain = decode_last(rank, [Prompt(tokens=prompt.tokens) for prompt in PROMPTS])
+    rank.forget_blocks()
+    write_adapter_slice(tmp_path / "adapter", rank.spec, rank.load_spec, tmp_path / "slice")
+    rank.stage(tmp_path / "slice", generation=1)
+    rank.runner.pool.activate(1, 0)
+    before = rank.runner.num_steps_by_form()
+    prompts = [Prompt(tokens=p.tokens, slot=min(p.slot, 0)) for p in PROMPTS]
+    mixed = decode_last(rank, prompts)
+    after = rank.runner.num_steps_by_form()
+    assert (after["graph"], after["fixed"]) == (before["graph"], before["fixed"] + 2)
+    for prompt, logits, base in zip(prompts, mixed, plain, strict=True):
+        if prompt.slot < 0:
+            close = torch.equal(logits, base) if DEVICE == "cuda" else torch.allclose(logits, base, atol=1e-5, rtol=0)
+            assert close
+            continue
+        with torch.no_grad():
+            expected = adapted(input_ids=torch.tensor([prompt.tokens])).logits[0, -1]
+        torch.testing.assert_close(logits, expected, **TOLERANCE)
+        assert not torch.allclose(logits, base, atol=1e-2)
+
+
+def test_dora_of_experts_is_refused_when_it_is_staged(tmp_path: Path) -> None:
+    write_model(small_config("qwen3_moe", **CONFIG), tmp_path / "model")
+    rank = open_rank(tmp_path)
+    tensors, changes = expert_dora(rank.spec)
+    adapter = write_adapter(tmp_path / "adapter", tensors, **changes)
+    path = write_adapter_slice(adapter, rank.spec, rank.load_spec, tmp_path / "slice")
+    with pytest.raises(InvalidArgumentError, match="EPILORA_EXPERT_BACKEND=grouped") as caught:
+        rank.stage(path, generation=1)
+    assert caught.value.reason == "UNSUPPORTED_ADAPTER"
+    assert rank.runner.pool.residents() == []
 
 
 def test_a_rank_beyond_the_kernels_is_refused_when_it_is_staged(tmp_path: Path) -> None:
