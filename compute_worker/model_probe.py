@@ -27,7 +27,7 @@ from compute_worker.query_scale import QueryScales
 from compute_worker.recurrent import attach_recurrent, recurrent_modules
 from compute_worker.recurrent_probe import RecurrentProbe
 from compute_worker.state_cache import StateShape
-from epilora.errors import InvalidArgumentError
+from epilora.errors import EpiloraError, InvalidArgumentError
 from epilora.model_spec import DenseModuleSpec, ModelSpec
 
 # Arguments of attention and recurrent layers that have no effect on one packed step without a mask.
@@ -120,7 +120,12 @@ def probe_model(model: PreTrainedModel, spec: ModelSpec, lora: DenseLora, scales
     device = next(model.parameters()).device
     token = torch.zeros((1, 1), dtype=torch.int64, device=device)
     lora.seen = set()
-    model(input_ids=token, position_ids=token, use_cache=False)
+    try:
+        model(input_ids=token, position_ids=token, use_cache=False)
+    except (EpiloraError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise _unsupported(f"a trial token fails in its code with {type(error).__name__}: {error}") from error
     seen, lora.seen = lora.seen, None
     if attention.unknown:
         raise _unsupported(f"its attention has the options {', '.join(sorted(attention.unknown))}")

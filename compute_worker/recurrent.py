@@ -35,20 +35,41 @@ _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecurrentPart:
-    """Tokens of a step that a recurrent layer computes in one go.
+class DecodePart:
+    """One token of each of several sequences.
 
     Attributes:
-        rows: the step's tokens: int64 [S], one of each sequence; or a slice, a chunk of one sequence.
-        places: int64 [S] of the sequences; or a slice of one.
-        fresh: the sequence begins here.
-        adapters: tokens of each adapter, as indices into the rows; those of a chunk are all one adapter's.
+        rows: where they are among the step's tokens: int64 [S], or a slice of S.
+        places_S: int64, the sequences' places.
+        begins_S: bool, sequences of which this is the first token: they have no state yet; None: all have one.
+        adapters: tokens of each adapter, as indices into the S.
     """
 
     rows: torch.Tensor | slice
-    places: torch.Tensor | slice
+    places_S: torch.Tensor
+    begins_S: torch.Tensor | None
+    adapters: Sequence[DenseTokens]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkPart:
+    """The next tokens of one sequence.
+
+    Attributes:
+        rows: where they are among the step's tokens.
+        place: the sequence's place.
+        fresh: the sequence begins here.
+        adapters: the sequence's adapter, if it has one.
+    """
+
+    rows: slice
+    place: int
     fresh: bool
     adapters: Sequence[DenseTokens]
+
+
+RecurrentPart = DecodePart | ChunkPart
+"""Tokens of a step that a recurrent layer computes in one go."""
 
 
 def prepare_parts(
@@ -56,38 +77,42 @@ def prepare_parts(
     dense_tokens: Callable[[Sequence[int]], Sequence[DenseTokens]],
     device: torch.device,
 ) -> tuple[RecurrentPart, ...]:
-    """The parts of a step, the same for all layers.
+    """The parts of a step, the same for all layers. Together they hold every token once.
 
     Args:
         sequences: as in StepBatch.
         dense_tokens: tokens of each adapter among the given rows, see StepContext.dense_tokens.
         device: where index tensors go.
     """
-    decodes = [span for span in sequences if span.query_len == 1 and span.kv_len > 1]
-    parts = []
+    decodes = [span for span in sequences if _decodes(span)]
+    parts: list[RecurrentPart] = []
     if decodes:
         rows = [span.query_start for span in decodes]
+        in_a_row = rows == list(range(rows[0], rows[0] + len(rows)))
         parts.append(
-            RecurrentPart(
-                rows=torch.tensor(rows, device=device),
-                places=torch.tensor([span.place for span in decodes], device=device),
-                fresh=False,
+            DecodePart(
+                rows=slice(rows[0], rows[0] + len(rows)) if in_a_row else torch.tensor(rows, device=device),
+                places_S=torch.tensor([span.place for span in decodes], device=device),
+                begins_S=None,
                 adapters=dense_tokens(rows),
             )
         )
     for span in sequences:
-        if span.query_len == 1 and span.kv_len > 1:
-            continue
-        stop = span.query_start + span.query_len
-        parts.append(
-            RecurrentPart(
-                rows=slice(span.query_start, stop),
-                places=slice(span.place, span.place + 1),
-                fresh=span.query_len == span.kv_len,
-                adapters=dense_tokens(range(span.query_start, stop)),
+        if not _decodes(span):
+            stop = span.query_start + span.query_len
+            parts.append(
+                ChunkPart(
+                    rows=slice(span.query_start, stop),
+                    place=span.place,
+                    fresh=span.query_len == span.kv_len,
+                    adapters=dense_tokens(range(span.query_start, stop)),
+                )
             )
-        )
     return tuple(parts)
+
+
+def _decodes(span: SequenceSpan) -> bool:
+    return span.query_len == 1 and span.kv_len > 1
 
 
 class RecurrentLayers:
@@ -99,7 +124,7 @@ class RecurrentLayers:
         self._lora = lora
 
     def forward(self, layer: int, run: RunLayer, x_1TD: torch.Tensor) -> torch.Tensor:
-        """See RecurrentForward. The parts cover all tokens."""
+        """See RecurrentForward."""
         assert self.parts, "a recurrent layer outside a step"
         y_1TD = torch.empty_like(x_1TD)
         all_tokens = self._lora.adapters
@@ -107,36 +132,43 @@ class RecurrentLayers:
             for part in self.parts:
                 # The layer's linear maps see the part's tokens only.
                 self._lora.adapters = part.adapters
-                if isinstance(part.rows, slice):
-                    y_1TD[:, part.rows] = self._chunk(layer, run, x_1TD[:, part.rows], part)
+                if isinstance(part, DecodePart):
+                    y_1TD[0, part.rows] = self._decode(layer, run, x_1TD[0, part.rows], part)
                 else:
-                    y_1TD[0, part.rows] = self._decode(layer, run, x_1TD[0, part.rows].unsqueeze(1), part)[:, 0]
+                    y_1TD[:, part.rows] = self._chunk(layer, run, x_1TD[:, part.rows], part)
         finally:
             self._lora.adapters = all_tokens
         return y_1TD
 
-    def _decode(self, layer: int, run: RunLayer, x_S1D: torch.Tensor, part: RecurrentPart) -> torch.Tensor:
-        """One token of each sequence: the states are gathered, and put back."""
-        states = self._states(layer, part)
-        y_S1D = run(x_S1D, cache_at(layer, states))
-        for store, kept in self._stores(layer, states):
+    def _decode(self, layer: int, run: RunLayer, x_SD: torch.Tensor, part: DecodePart) -> torch.Tensor:
+        """[S, D]: the states are gathered, and put back."""
+        states = LinearAttentionLayer()
+        stores = self._stores(layer, states)
+        for store, kept in stores:
+            state_S = store[part.places_S]
+            if part.begins_S is not None:
+                begins = part.begins_S.view(-1, *[1] * (state_S.dim() - 1))
+                state_S = torch.where(begins, torch.zeros_like(state_S), state_S)
+            kept[0] = state_S
+        y_S1D = run(x_SD.unsqueeze(1), cache_at(layer, with_state(states, fresh=False)))
+        for store, kept in stores:
             changed = kept[0]
             assert changed is not None
-            store[part.places] = changed
-        return y_S1D
+            store[part.places_S] = changed
+        return y_S1D[:, 0]
 
-    def _chunk(self, layer: int, run: RunLayer, x_1nD: torch.Tensor, part: RecurrentPart) -> torch.Tensor:
-        """The next tokens of one sequence: its state is updated in place."""
+    def _chunk(self, layer: int, run: RunLayer, x_1nD: torch.Tensor, part: ChunkPart) -> torch.Tensor:
+        """[1, n, D]: the sequence's state is updated in place."""
         if part.fresh or self.cache.shapes[layer].in_chunks:
             return run(x_1nD, cache_at(layer, self._states(layer, part)))
         tokens = torch.split(x_1nD, 1, dim=1)
         return torch.cat([run(token, cache_at(layer, self._states(layer, part))) for token in tokens], dim=1)
 
-    def _states(self, layer: int, part: RecurrentPart) -> LinearAttentionLayer:
-        """The states of a part: copies for sequences that decode, those of a chunk's sequence themselves."""
+    def _states(self, layer: int, part: ChunkPart) -> LinearAttentionLayer:
+        """Views of the sequence's state."""
         states = LinearAttentionLayer()
         for store, kept in self._stores(layer, states):
-            kept[0] = store[part.places]
+            kept[0] = store[part.place : part.place + 1]
         return with_state(states, fresh=part.fresh)
 
     def _stores(

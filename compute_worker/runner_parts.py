@@ -203,13 +203,15 @@ def make_state_cache(
             available = int((free - adapter_bytes) * _GPU_STATE_CACHE_FRACTION)
         elif available == 0:
             available = _CPU_STATE_CACHE_BYTES
-        num_places = min(num_places, available // place_bytes)
+        # One place more than there are sequences is spare.
+        num_places = min(num_places, available // place_bytes - 1)
         if num_places < 1:
             raise InvalidArgumentError(
-                f"{available} bytes are left for the states of recurrent layers on {device}, but those of one sequence"
-                f" take {place_bytes}; lower EPILORA_MAX_ADAPTER_BYTES, or raise EPILORA_STATE_CACHE_BYTES",
+                f"{available} bytes are left for the states of recurrent layers on {device}, but those of one sequence,"
+                f" and as much to spare, take {2 * place_bytes}; lower EPILORA_MAX_ADAPTER_BYTES, or raise"
+                " EPILORA_STATE_CACHE_BYTES",
                 reason="STATE_CACHE_TOO_SMALL",
-                metadata={"available_bytes": available, "sequence_bytes": place_bytes},
+                metadata={"available_bytes": available, "needed_bytes": 2 * place_bytes},
             )
         if num_places < settings.max_num_sequences:
             _log.warning(

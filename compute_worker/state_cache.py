@@ -44,20 +44,22 @@ class StateCache:
     Attributes:
         shapes: by layer.
         num_places: sequences that have room.
-        conv: layer -> [num_places, *conv shape], where there is one.
-        recurrent: layer -> [num_places, *recurrent shape], where there is one.
+        spare_place: one more, for rows of a step that are no sequence's; nobody reads it.
+        conv: layer -> [num_places + 1, *conv shape], where there is one.
+        recurrent: layer -> [num_places + 1, *recurrent shape], where there is one.
     """
 
     def __init__(self, *, shapes: Mapping[int, StateShape], num_places: int, device: torch.device) -> None:
         self.shapes = dict(shapes)
         self.num_places = num_places
+        self.spare_place = num_places
         self.conv = {
-            layer: torch.zeros((num_places, *shape.conv), dtype=shape.conv_dtype, device=device)
+            layer: torch.zeros((num_places + 1, *shape.conv), dtype=shape.conv_dtype, device=device)
             for layer, shape in shapes.items()
             if shape.conv is not None
         }
         self.recurrent = {
-            layer: torch.zeros((num_places, *shape.recurrent), dtype=shape.recurrent_dtype, device=device)
+            layer: torch.zeros((num_places + 1, *shape.recurrent), dtype=shape.recurrent_dtype, device=device)
             for layer, shape in shapes.items()
             if shape.recurrent is not None
         }

@@ -88,7 +88,8 @@ def plan_memory(
                 num_experts=sum(map(len, local.values())),
                 base_expert_bytes=elements * element_bytes,
                 base_dense_bytes=dense_bytes,
-                state_bytes=num_sequences * sequence_bytes,
+                # One place is spare.
+                state_bytes=(num_sequences + 1) * sequence_bytes,
                 adapters=tuple(_adapter_bytes(name, form, local, element_bytes) for name, form in adapters.items()),
             )
         )

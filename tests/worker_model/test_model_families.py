@@ -151,3 +151,24 @@ def test_the_text_part_of_a_multimodal_checkpoint_is_served(tmp_path: Path, name
         with torch.no_grad():
             expected = whole(input_ids=torch.tensor([prompt.tokens])).logits[0]
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "why"),
+    [
+        (
+            "minimax",
+            {"num_local_experts": 5, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+            "keep another state than keys and values",
+        ),
+        ("zaya", {"num_experts": 5, "num_experts_per_tok": 1}, "a trial token fails in its code with TypeError"),
+    ],
+    ids=["a state behind another interface", "a state inside attention"],
+)
+def test_layers_whose_state_cannot_be_carried_are_refused(
+    tmp_path: Path, name: str, options: dict[str, Any], why: str
+) -> None:
+    write_model(family_config(name, {"head_dim": 8, "moe_intermediate_size": 20, **options}), tmp_path / "model")
+    with pytest.raises(InvalidArgumentError, match=why) as caught:
+        Rank(tmp_path / "model", work=tmp_path)
+    assert caught.value.reason == "UNSUPPORTED_MODEL"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
+from worker_model_families import CONFIGS, RECURRENT, family_config
 from worker_model_ranks import Results, run_ranks
 from worker_model_support import (
     FIXTURES,
+    Chunk,
     Prompt,
     Rank,
     fixture_adapter,
@@ -21,7 +24,7 @@ from worker_model_support import (
 
 from compute_worker.experts_grouped import GroupedBackend
 from compute_worker.experts_torch import TorchLayerExperts
-from epilora.model_spec import ModelSpec
+from epilora.model_spec import GateUpLayout, ModelSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -129,3 +132,29 @@ def test_two_gpus_equal_one_rank(tmp_path: Path) -> None:
         plain = results[0][dtype + " plain"] + results[1][dtype + " plain"]
         for prompt, with_others, alone in zip(PROMPTS, mixed, plain, strict=True):
             assert torch.equal(with_others, alone) == (prompt.slot == -1)
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers_equal_transformers(tmp_path: Path, name: str) -> None:
+    """Prompts in chunks beside decode steps, with an adapter on every linear map, and the bits of base rows."""
+    model = write_model(family_config(name, CONFIGS[name]), tmp_path / "model")
+    rank = Rank(model, work=tmp_path, device="cuda", dtype="float32")
+    spec = dataclasses.replace(rank.spec, dense_modules=rank.runner.dense_modules)
+    gated = spec.moe_layers[0].gate_up_layout is not GateUpLayout.NOT_GATED
+    adapter = random_adapter(spec, 1, rank_of={"gate_up": 3, "down": 2} if gated else {"down": 3})
+    rank.add_adapter(adapter, slot=0, work=tmp_path)
+    runs = []
+    for slots in ((-1, 0, -1), (-1, -1, -1)):
+        rank.forget_blocks()
+        prompts = [Prompt(tokens=prompt_tokens(seed, 12), slot=slot) for seed, slot in enumerate(slots)]
+        blocks = [rank.blocks(12) for _ in prompts]
+        parts: list[list[torch.Tensor]] = [[] for _ in prompts]
+        for start, stop in ((0, 5), (5, 9), (9, 10), (10, 11), (11, 12)):
+            chunks = [Chunk(prompt=p, start=start, stop=stop, blocks=b) for p, b in zip(prompts, blocks, strict=True)]
+            for into, rows in zip(parts, rank.step(chunks), strict=True):
+                into.append(rows.cpu())
+        runs.append([torch.cat(rows) for rows in parts])
+        for prompt, logits in zip(prompts, runs[-1], strict=True):
+            expected = reference_logits(model, adapter if prompt.slot == 0 else None, spec, prompt.tokens)
+            torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
+    assert [torch.equal(*pair) for pair in zip(*runs, strict=True)] == [True, False, True]

@@ -109,3 +109,19 @@ def test_scales_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match="expected \\[2, 2\\] for blocks") as caught:
         Rank(model, work=tmp_path)
     assert caught.value.reason == "WEIGHT_SHAPE_MISMATCH"
+
+
+def test_experts_that_move_here_later_are_dequantized_too(tmp_path: Path) -> None:
+    model = write_model(small_config("qwen3_moe"), tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    for key in [key for key in tensors if ".experts." in key]:
+        tensors[key] = tensors[key].to(torch.float8_e4m3fn)
+        tensors[f"{key}_scale_inv"] = torch.tensor([[0.5]])
+    _rewrite(model, tensors, {"quant_method": "fp8", "weight_block_size": None})
+    loaded = Rank(model, work=tmp_path, dtype="float32").runner._loaded
+    name = "model.layers.1.mlp.experts.down_proj"
+    weight = torch.empty(loaded.model.get_parameter(name).shape[1:])
+    with loaded.reader.open() as fill:
+        fill(name, 4, weight)
+    assert torch.equal(weight, tensors["model.layers.1.mlp.experts.4.down_proj.weight"].float() * 0.5)
+    assert torch.equal(weight, loaded.model.get_parameter(name)[4])

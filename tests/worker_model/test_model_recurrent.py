@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 from worker_model_families import CONFIGS, RECURRENT, family_config, parameters
-from worker_model_support import Chunk, Prompt, Rank, prompt_tokens, random_adapter, reference_model, write_model
+from worker_model_support import (
+    Adapter,
+    Chunk,
+    Prompt,
+    Rank,
+    prompt_tokens,
+    random_adapter,
+    reference_logits,
+    reference_model,
+    write_model,
+)
 
+from compute_worker import model_runner
 from compute_worker.generate_step import GenerateStep
 from compute_worker.kv_blocks import KVBlockPool
+from compute_worker.recurrent import DecodePart
+from compute_worker.recurrent_probe import RecurrentProbe
 from compute_worker.requests import GenerateRequest, OutputQueue, Sequence
 from compute_worker.scheduler import Scheduler
-from compute_worker.state_cache import StateCache
+from compute_worker.state_cache import StateCache, StateShape
 from epilora.errors import InvalidArgumentError
 from tests.oracle import Oracle
 
@@ -80,18 +94,17 @@ def test_what_a_place_held_before_reaches_nobody(model: Path, tmp_path: Path) ->
 def test_base_rows_keep_their_bits(model: Path, tmp_path: Path, dtype: str) -> None:
     """Whether adapters share the batch or not: in prompts, in their later chunks, and in decode steps."""
     rank = Rank(model, work=tmp_path, dtype=dtype)
-    adapter = random_adapter(rank.spec, 1, rank_of=_ranks_of(rank))
-    served = {module.module for module in rank.runner.dense_modules}
-    for unused in [module for module in adapter.dense if module not in served]:
-        del adapter.dense[unused]
-    rank.add_adapter(adapter, slot=0, work=tmp_path)
+    rank.add_adapter(_adapter(rank), slot=0, work=tmp_path)
     alone, shared = (_stepwise(rank, slots) for slots in ((-1, -1, -1), (-1, 0, 0)))
     assert all(torch.equal(*pair) for pair in zip(alone[0], shared[0], strict=True))
     assert not any(torch.equal(*pair) for pair in zip(alone[1], shared[1], strict=True))
 
 
-def _ranks_of(rank: Rank) -> dict[str, int]:
-    return {"down": 3} if rank.spec.model_type == "nemotron_h" else {"gate_up": 3, "down": 2}
+def _adapter(rank: Rank) -> Adapter:
+    """Pairs on all experts and on all linear maps whose pairs take effect."""
+    ranks = {"down": 3} if rank.spec.model_type == "nemotron_h" else {"gate_up": 3, "down": 2}
+    served = dataclasses.replace(rank.spec, dense_modules=rank.runner.dense_modules)
+    return random_adapter(served, 1, rank_of=ranks)
 
 
 def _stepwise(rank: Rank, slots: tuple[int, ...]) -> list[list[torch.Tensor]]:
@@ -110,7 +123,9 @@ def _stepwise(rank: Rank, slots: tuple[int, ...]) -> list[list[torch.Tensor]]:
 def test_a_batch_of_all_kinds_of_chunks(model: Path, tmp_path: Path) -> None:
     """Decodes, a later chunk and a beginning in one step, in any order."""
     rank = Rank(model, work=tmp_path)
-    prompts = [Prompt(tokens=prompt_tokens(seed, 11)) for seed in range(4)]
+    adapter = _adapter(rank)
+    rank.add_adapter(adapter, slot=0, work=tmp_path)
+    prompts = [Prompt(tokens=prompt_tokens(seed, 11), slot=slot) for seed, slot in enumerate((-1, 0, 0, -1))]
     blocks = [rank.blocks(11) for _ in prompts]
 
     def chunk(number: int, start: int, stop: int) -> Chunk:
@@ -125,11 +140,65 @@ def test_a_batch_of_all_kinds_of_chunks(model: Path, tmp_path: Path) -> None:
         2: [first[1], second[3], third[0]],
         3: [first[2], second[0], third[1]],
     }
-    reference = reference_model(model)
     for number, parts in got.items():
-        with torch.no_grad():
-            expected = reference(input_ids=torch.tensor([prompts[number].tokens])).logits[0]
+        prompt = prompts[number]
+        expected = reference_logits(model, adapter if prompt.slot == 0 else None, rank.spec, prompt.tokens)
         torch.testing.assert_close(torch.cat(parts), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_that_begin_and_rows_of_nobody_in_a_decode_step(model: Path, tmp_path: Path) -> None:
+    """Steps of fixed shapes: sequences that begin with one token and padding rows share one part with the others."""
+    rank = Rank(model, work=tmp_path)
+    recurrent = rank.runner._recurrent
+    tokens = [prompt_tokens(seed, 6) for seed in range(2)]
+    blocks = [rank.blocks(6), rank.blocks(6), rank.blocks(6)]
+    rank.step([Chunk(prompt=Prompt(tokens=tokens[0]), start=0, stop=5, blocks=blocks[0])])
+    for tensor in (*recurrent.cache.conv.values(), *recurrent.cache.recurrent.values()):
+        tensor[1:].fill_(float("nan"))
+    spare = recurrent.cache.spare_place
+    part = DecodePart(
+        rows=slice(0, 3),
+        places_S=torch.tensor([0, 1, spare]),
+        begins_S=torch.tensor([False, True, True]),
+        adapters=(),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "prepare_parts", lambda *_: (part,))
+        spans = [(tokens[0], 5, blocks[0]), (tokens[1], 0, blocks[1]), ([0], 0, blocks[2])]
+        chunks = [Chunk(prompt=Prompt(tokens=t), start=at, stop=at + 1, blocks=b) for t, at, b in spans]
+        logits = rank.step(chunks)
+    for (prompt, at, _), row in zip(spans, logits, strict=True):
+        expected = reference_logits(model, None, rank.spec, prompt[: at + 1])[-1:]
+        torch.testing.assert_close(row, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("reads_from", "unread", "in_chunks"),
+    [(1, False, True), (2, True, True), (None, True, False)],
+    ids=["always", "in chunks only", "never"],
+)
+def test_the_trial_finds_out_whether_a_state_is_read(reads_from: int | None, unread: bool, in_chunks: bool) -> None:
+    def run(x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        before = cache.layers[3].recurrent_states[0] if cache.has_previous_state(3) else None
+        reads = before is not None and reads_from is not None and x.shape[1] >= reads_from
+        carried = before.sum() if reads else 0.0
+        cache.update_conv_state(x.transpose(1, 2), 3, conv_kernel_size=4)
+        cache.update_recurrent_state(x.float().sum(1), 3)
+        # The convolution's state is read in any case.
+        return x + cache.layers[3].conv_states[0].sum() + carried
+
+    probe = RecurrentProbe()
+    probe.forward(3, run, torch.ones(1, 1, 6))
+    assert probe.unread == ({3} if unread else set())
+    assert probe.shapes == {
+        3: StateShape(
+            conv=(6, 4),
+            conv_dtype=torch.float32,
+            recurrent=(6,),
+            recurrent_dtype=torch.float32,
+            in_chunks=in_chunks,
+        )
+    }
 
 
 def test_nemotrons_smallest_time_step_is_heeded_where_transformers_does(tmp_path: Path) -> None:
@@ -157,10 +226,10 @@ def test_states_are_counted_and_limited(model: Path, tmp_path: Path) -> None:
     runner = Rank(model, work=tmp_path, max_num_sequences=5).runner
     place_bytes = StateCache.place_bytes(runner._recurrent.cache.shapes)
     assert runner.max_num_sequences == 5
-    assert runner.memory().state_cache_bytes == 5 * place_bytes > 0
-    limited = Rank(model, work=tmp_path, max_num_sequences=5, state_cache_bytes=2 * place_bytes + 1).runner
+    assert runner.memory().state_cache_bytes == (5 + 1) * place_bytes > 0
+    limited = Rank(model, work=tmp_path, max_num_sequences=5, state_cache_bytes=3 * place_bytes + 1).runner
     assert limited.max_num_sequences == 2
-    assert limited.memory().state_cache_bytes == 2 * place_bytes
-    with pytest.raises(InvalidArgumentError, match=f"those of one sequence take {place_bytes}") as caught:
-        Rank(model, work=tmp_path, state_cache_bytes=place_bytes - 1)
+    assert limited.memory().state_cache_bytes == (2 + 1) * place_bytes
+    with pytest.raises(InvalidArgumentError, match=f"as much to spare, take {2 * place_bytes}") as caught:
+        Rank(model, work=tmp_path, state_cache_bytes=2 * place_bytes - 1)
     assert caught.value.reason == "STATE_CACHE_TOO_SMALL"
