@@ -172,19 +172,24 @@ def _slices(
 
 def _zero_warnings(form: NormalForm, written: WriteResult) -> list[str]:
     """Pairs whose A or B was read and is zero change nothing: legal, and hardly what was meant."""
-    if written.seen <= written.nonzero:
+    if written.seen <= written.nonzero and not written.zero_parts and not written.zero_columns:
         return []
-    pairs = {(pair.a.tensor.index, pair.b.tensor.index): pair for pair in form.pairs()}
-    pairs = {key: pair for key, pair in pairs.items() if written.seen.issuperset(key)}
+    named = [
+        (pair, f"{pair.a.tensor.name} of expert {expert}")
+        for by_expert in form.experts.values()
+        for expert, pair in by_expert.items()
+    ]
+    named += [(pair, pair.a.tensor.name) for pair in form.dense.values()]
+    seen = [item for item in named if {item[0].a.tensor.index, item[0].b.tensor.index} <= written.seen]
     # With DoRA the magnitude changes the output even then.
-    zero = [pair for key, pair in pairs.items() if not written.nonzero.issuperset(key) and pair.magnitude is None]
+    zero = [
+        name for pair, name in seen if pair.magnitude is None and (written.is_zero(pair.a) or written.is_zero(pair.b))
+    ]
     if not zero:
         return []
-    regions = [region for pair in zero for region in (pair.a, pair.b)]
-    names = sorted(region.tensor.name for region in regions if region.tensor.index not in written.nonzero)
-    all_of_them = " The adapter changes nothing: it was saved untrained." if len(zero) == len(pairs) else ""
+    all_of_them = " The adapter changes nothing: it was saved untrained." if len(zero) == len(seen) else ""
     return [
-        f"{len(zero)} of {len(pairs)} pairs have a matrix that is all zero and change nothing, first {names[0]}."
+        f"{len(zero)} of {len(seen)} pairs have a matrix that is all zero and change nothing, first {min(zero)}."
         f"{all_of_them}"
     ]
 

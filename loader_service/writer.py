@@ -27,6 +27,8 @@ from loader_service.slice_file import BLOCK_BYTES, BlockWriter, Bytes, SliceFile
 TRANSPOSE_BYTES = 64 << 20
 """Bytes of matrices that are taken out of a tensor's columns in one pass over the tensor."""
 
+_FEW_BYTES = 64
+
 # (first non-finite positive, first non-finite negative): exponent bits all ones, seen as signed and unsigned integers.
 _NON_FINITE = {"BF16": (0x7F80, 0xFF80), "F16": (0x7C00, 0xFC00), "F32": (0x7F800000, 0xFF800000)}
 
@@ -71,6 +73,23 @@ class WriteResult:
     """Indices of the tensors of which something was read."""
     nonzero: set[int] = field(default_factory=set)
     """Those in which something other than zero was seen."""
+    zero_parts: set[tuple[int, int]] = field(default_factory=set)
+    """Matrices of whole rows with a part that is zero, by tensor and first byte in the file."""
+    nonzero_parts: set[tuple[int, int]] = field(default_factory=set)
+    """Those of several parts with one that is not."""
+    zero_columns: set[tuple[int, int]] = field(default_factory=set)
+    """Matrices of every n-th column that are zero, by tensor and first column."""
+
+    def is_zero(self, region: Region) -> bool:
+        """True if a matrix was read, and is all zero."""
+        tensor = region.tensor
+        if tensor.index not in self.nonzero:
+            return tensor.index in self.seen
+        if region.column_step != 1:
+            return (tensor.index, region.column_begin) in self.zero_columns
+        place = tensor.index, _row_offset(tensor, region.row_begin)
+        return place in self.zero_parts and place not in self.nonzero_parts
+
     digests: tuple[str, ...] = ()
     """xxh3-128 of each slice file, 32 hex digits."""
 
@@ -118,6 +137,8 @@ class _Span(NamedTuple):
     tensor: TensorEntry
     offset: int
     size: int
+    matrix_offset: int = -1
+    """First byte of the matrix that it is a part of; -1: it is a whole one."""
 
 
 class _Copier:
@@ -196,6 +217,10 @@ class _Copier:
             self._read_all(tensor, _row_offset(tensor, first.row_begin + begin), raw)
             flat = raw.view(dtype).reshape(-1, step)[:, chosen]
             taken[:, begin:end] = flat.T.reshape(len(regions), end - begin, per_matrix)
+        # The first row decides for nearly all matrices that are not zero.
+        for index in np.flatnonzero(~taken[:, 0].any(axis=1)) if num_rows else ():
+            if not taken[index].any():
+                self.result.zero_columns.add((tensor.index, columns[index]))
         return (matrix.T.copy() if first.transpose else matrix for matrix in taken)
 
     def _read_all(self, tensor: TensorEntry, offset: int, target: Bytes) -> None:
@@ -203,14 +228,14 @@ class _Copier:
         self._progress.check()
         for start in range(0, len(target), BLOCK_BYTES):
             part = target[start : start + BLOCK_BYTES]
-            self._read([_Span(tensor, offset + start, len(part))], part)
+            self._read([_Span(tensor, offset + start, len(part), offset)], part)
 
     def _read(self, spans: Sequence[_Span], target: Bytes) -> None:
         """Reads and checks spans of one dtype that fill the target."""
         memory, fds = target.data, self._source_fds
         starts = []
         start = 0
-        for tensor, offset, size in spans:
+        for tensor, offset, size, _ in spans:
             # Unrolled here: a per-expert adapter has tens of thousands of spans of some 50 KB each.
             if os.preadv(fds[tensor.file], [memory[start : start + size]], offset) != size:
                 _read_rest(fds[tensor.file], memory[start : start + size], offset)
@@ -223,7 +248,7 @@ class _Copier:
 
     def _first_non_finite(self, spans: Sequence[_Span], target: Bytes) -> TensorEntry:
         start = 0
-        for tensor, _, size in spans:
+        for tensor, _, size, _ in spans:
             if not _is_finite(target[start : start + size], tensor.dtype):
                 return tensor
             start += size
@@ -231,11 +256,17 @@ class _Copier:
 
     def _note_zeros(self, spans: Sequence[_Span], starts: Sequence[int], target: Bytes) -> None:
         nonzero, seen = self.result.nonzero, self.result.seen
-        # The first byte decides for nearly all tensors that are not zero.
-        for (tensor, _, size), start, first in zip(spans, starts, target[list(starts)].tolist(), strict=True):
+        # The first byte decides for nearly all tensors that are not zero, and the next few for nearly all others.
+        for span, start, first in zip(spans, starts, target[list(starts)].tolist(), strict=True):
+            tensor, offset, size, matrix_offset = span
             seen.add(tensor.index)
-            if first or (tensor.index not in nonzero and target[start : start + size].any()):
+            end = start + size
+            if first or target[start : min(start + _FEW_BYTES, end)].any() or target[start:end].any():
                 nonzero.add(tensor.index)
+                if matrix_offset >= 0:
+                    self.result.nonzero_parts.add((tensor.index, matrix_offset))
+            else:
+                self.result.zero_parts.add((tensor.index, offset if matrix_offset < 0 else matrix_offset))
 
 
 def _batches(regions: Sequence[Region]) -> Iterator[tuple[list[_Span], int]]:
@@ -253,14 +284,14 @@ def _batches(regions: Sequence[Region]) -> Iterator[tuple[list[_Span], int]]:
                 batch.append(_Span(tensor, offset, size))
             used += size
             continue
-        end = offset + size
+        first, end = offset, offset + size
         while offset < end:
             size = end - offset
             if used == BLOCK_BYTES or (batch and used + size > BLOCK_BYTES >= size):
                 yield batch, used
                 batch, used = [], 0
             size = min(size, BLOCK_BYTES - used)
-            batch.append(_Span(tensor, offset, size))
+            batch.append(_Span(tensor, offset, size, first))
             offset, used = offset + size, used + size
     if batch:
         yield batch, used

@@ -17,6 +17,7 @@ from epilora.model_spec import ModelSpec
 from epilora.placement import ExpertPlacement
 from tests.loader.loader_harness import LoaderClient, build_request, loader_settings, running_loader
 from tests.unit.epilora_adapters import write_adapter
+from tests.unit.epilora_layouts import tensors_of
 from tests.unit.epilora_models import model_spec
 
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -193,6 +194,31 @@ async def test_an_untrained_adapter_is_warned_of(setup: Setup) -> None:
     assert len(report.warnings) == 1
     assert "1 of 1 pairs" in report.warnings[0]
     assert "changes nothing: it was saved untrained" in report.warnings[0]
+
+
+@pytest.mark.parametrize("layout", ["F2a", "F2b", "F3", "F5"])
+@pytest.mark.parametrize("block_bytes", [256, 1 << 21])
+async def test_zero_blocks_of_stacked_experts_are_counted(
+    setup: Setup, layout: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Expert 2 of layer 1 was never chosen while training: its B is zero, in both projections."""
+    for module in ("slice_file", "writer"):
+        monkeypatch.setattr(f"loader_service.{module}.BLOCK_BYTES", block_bytes)
+    tensors, changes = tensors_of(setup.model, layout, 3)
+    for name, array in tensors.items():
+        if "layers.1" not in name:
+            continue
+        if layout == "F2a" and "lora_B" in name:
+            array.reshape(array.shape[0], 3, 4)[:, :, 2] = 0
+        elif layout == "F2b" and "lora_A" in name:
+            # Swapped: A holds the transposed B.
+            array.reshape(4, 3, -1)[2] = 0
+        elif layout in ("F3", "F5") and name.removesuffix(".weight").endswith("_B"):
+            array[2] = 0
+    adapter = write_adapter(setup.root / "zeros", tensors, **changes)
+    report = (await setup.loader.build(setup.request(adapter))).report
+    assert [warning.split(" have a matrix")[0] for warning in report.warnings] == ["2 of 16 pairs"]
+    assert "of expert 2." in report.warnings[0]
 
 
 async def test_partial_is_another_entry(setup: Setup) -> None:
