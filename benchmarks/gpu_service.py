@@ -1,8 +1,9 @@
-"""The service on H200s: a random-weight Qwen3-30B-A3B with two adapters, tokens checked, step times measured.
+"""The service on H200s: a random-weight Qwen3-30B-A3B with eight adapters, tokens checked, step times measured.
 
     python benchmarks/gpu_service.py --ranks 2 --out benchmarks/results/gpu_service_2.json
 
-Starts `epilora serve`, loads both adapters, generates mixed batches, stops it, and compares every continuation with
+Starts `epilora serve`, loads two adapters four times each under names of their own, generates mixed batches, stops it,
+and compares continuations with
 `gpu_reference.Reference`. Exit 0 only if the tokens agree: all equal to the reference's choice, but for near ties.
 """
 
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -37,7 +39,9 @@ from epilora.v1 import (
 )
 
 READY_SECONDS = 240
-ADAPTERS = {"": None, "per-expert": "per_expert", "fused": "target_parameters"}
+SOURCES = {"per-expert": "per_expert", "fused": "target_parameters"}
+NUM_ADAPTERS = 8
+ADAPTERS = [f"{source}-{number}" for number in range(NUM_ADAPTERS // len(SOURCES)) for source in SOURCES]
 # A bf16 forward pass of 48 layers is right to a few hundredths of a logit's spread.
 NEAR_TIE = 0.15
 
@@ -73,14 +77,14 @@ class Service:
         self.log = (work / "serve.log").open("w")
         self._process = subprocess.Popen(command, env=environment, stdout=self.log, stderr=subprocess.STDOUT)
 
-    def wait_ready(self) -> str:
-        """Address of the gateway."""
+    def wait_ready(self) -> dict[str, str]:
+        """Addresses of the gateway and its metrics."""
         deadline = time.monotonic() + READY_SECONDS
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise SystemExit(f"serve ended with {self._process.returncode}")
             if self._ready_file.exists():
-                return json.loads(self._ready_file.read_text())["address"]
+                return json.loads(self._ready_file.read_text())
             time.sleep(0.2)
         raise SystemExit(f"serve was not ready within {READY_SECONDS} s")
 
@@ -132,6 +136,18 @@ def statistics(channel: grpc.Channel) -> tuple[int, cluster_service_pb2.GetMemor
     return topology.groups[0].ranks[0].num_steps, memory
 
 
+def what_ran(metrics: str) -> dict[str, float]:
+    """Expert layers by backend and generate steps by form, from the metrics at host:port."""
+    # Ranks report once a probe interval.
+    time.sleep(1.5)
+    with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    wanted = ("epilora_expert_layers_total", "epilora_generate_steps_total")
+    return {
+        name: float(value) for name, _, value in (line.rpartition(" ") for line in lines) if name.startswith(wanted)
+    }
+
+
 def decode_step_ms(answers: list[Answer]) -> float:
     """Median time between tokens, once all requests generate (the second half of each)."""
     gaps = sorted(
@@ -145,18 +161,21 @@ def decode_step_ms(answers: list[Answer]) -> float:
 
 
 def measure(channel: grpc.Channel) -> tuple[dict[str, float], list[Answer]]:
-    """Decode at several batch sizes, and one long prefill; the answers are kept for the check."""
-    mixed, base = list(ADAPTERS), [""]
+    """Decode at several batch sizes: base alone, base and two adapters, eight adapters; and one long prefill.
+
+    Answers are kept for the check, those of eight adapters in part.
+    """
+    batches = {"base": [""], "mixed": ["", *ADAPTERS[:2]], "adapters": ADAPTERS}
     times: dict[str, float] = {}
     kept: list[Answer] = []
-    generate(channel, make_answers(6, 16, 0, mixed), 4)
+    generate(channel, make_answers(6, 16, 0, batches["mixed"]), 4)
     for batch in (1, 8, 64):
-        for name, adapters in (("base", base), ("mixed", mixed if batch > 1 else ["per-expert"])):
+        for name, adapters in batches.items():
             answers = make_answers(batch, 40, batch, adapters)
             generate(channel, answers, 40)
             times[f"decode_ms_batch_{batch}_{name}"] = decode_step_ms(answers)
-            kept += answers if name == "mixed" else answers[:2]
-    for name in ("", "fused"):
+            kept += answers if name == "mixed" else answers[:4]
+    for name in ("", ADAPTERS[1]):
         answers = make_answers(1, 16384, 99, [name])
         start = time.perf_counter()
         generate(channel, answers, 1)
@@ -170,11 +189,11 @@ def check(model: Path, work: Path, answers: list[Answer]) -> dict[str, dict[str,
 
     reference = Reference(model)
     result = {}
-    for name in ADAPTERS:
+    for name in ("", *SOURCES):
         if name:
             reference.reset()
             reference.merge(work / name)
-        found = [reference.compare(a.prompt, a.tokens) for a in answers if a.adapter == name]
+        found = [reference.compare(a.prompt, a.tokens) for a in answers if source_of(a.adapter) == name]
         result[name or "base"] = {
             "num_requests": len(found),
             "num_tokens": sum(f.num_tokens for f in found),
@@ -183,6 +202,11 @@ def check(model: Path, work: Path, answers: list[Answer]) -> dict[str, dict[str,
             "logit_std": max(f.logit_std for f in found),
         }
     return result
+
+
+def source_of(adapter: str) -> str:
+    """Example: "per-expert-2" -> "per-expert"."""
+    return adapter.rpartition("-")[0]
 
 
 def versions() -> dict[str, str]:
@@ -204,11 +228,10 @@ def main() -> None:
         qwen3_30b.write_model(model, num_layers=options.layers)
         service = Service(model, work, options.ranks)
         started = time.perf_counter()
-        for seed, (name, layout) in enumerate(ADAPTERS.items()):
-            if layout:
-                qwen3_30b.write_adapter(work / name, layout, seed=seed, num_layers=options.layers)
+        for seed, (name, layout) in enumerate(SOURCES.items()):
+            qwen3_30b.write_adapter(work / name, layout, seed=seed + 1, num_layers=options.layers)
         try:
-            address = service.wait_ready()
+            ready = service.wait_ready()
             result: dict[str, object] = {
                 "hardware": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
                 "versions": versions(),
@@ -216,9 +239,12 @@ def main() -> None:
                 "layers": options.layers,
                 "ready_seconds": time.perf_counter() - started,
             }
-            with grpc.insecure_channel(address, options=[("grpc.max_receive_message_length", 64 << 20)]) as channel:
+            with grpc.insecure_channel(
+                ready["address"], options=[("grpc.max_receive_message_length", 64 << 20)]
+            ) as channel:
                 result["load_seconds"] = load_adapters(channel, work)
                 result["times"], answers = measure(channel)
+                result["counts"] = what_ran(ready["metrics"])
                 _, memory = statistics(channel)
                 result["memory"] = [
                     {d.name: v for d, v in rank.ListFields() if isinstance(v, int)} for rank in memory.ranks
@@ -237,15 +263,14 @@ def main() -> None:
 
 
 def load_adapters(channel: grpc.Channel, work: Path) -> dict[str, float]:
-    """Seconds that LoadAdapter took, by adapter; the second load of each finds the file in the page cache."""
+    """Seconds that LoadAdapter took, by adapter; later loads of a source may find its slices in the cache."""
     stub = adapter_service_pb2_grpc.AdapterServiceStub(channel)
     seconds = {}
-    for name, layout in ADAPTERS.items():
-        if layout:
-            start = time.perf_counter()
-            request = adapter_service_pb2.LoadAdapterRequest(name=name, source=str(work / name))
-            stub.LoadAdapter(request, timeout=300)
-            seconds[name] = time.perf_counter() - start
+    for name in ADAPTERS:
+        start = time.perf_counter()
+        request = adapter_service_pb2.LoadAdapterRequest(name=name, source=str(work / source_of(name)))
+        stub.LoadAdapter(request, timeout=300)
+        seconds[name] = time.perf_counter() - start
     return seconds
 
 

@@ -1,4 +1,4 @@
-"""A Qwen3-30B-A3B with random weights and two synthetic adapters: shapes of the real thing, made in place.
+"""A Qwen3-30B-A3B with random weights and synthetic adapters: shapes of the real thing, made in place.
 
 Only config.json is written: workers draw the weights themselves (EPILORA_LOAD_FORMAT=random). The adapters have the
 two layouts that PEFT writes, r 16 on every expert and on attention, bf16, 1.66 GB and 1.27 GB.
@@ -50,14 +50,15 @@ def write_model(directory: Path, *, num_layers: int = NUM_LAYERS) -> None:
 
 
 def write_adapter(directory: Path, layout: str, *, seed: int, num_layers: int = NUM_LAYERS) -> None:
-    """Writes an adapter, "per_expert" or "target_parameters"; its deltas are about a third of a weight in size."""
+    """Writes an adapter, "per_expert" or "target_parameters"; its deltas are about a tenth of a weight in size."""
     directory.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
-        # delta = alpha / r * B A = 2 * B A: sqrt(16) * 2 * 0.03^2 is 0.007, a third of the weights' 0.02.
-        values = torch.randn(*shape, generator=generator, device=device) * 0.03
+        # delta = alpha / r * B A = 2 * B A: sqrt(16) * 2 * 0.015^2 is 0.0018, a tenth of the weights' 0.02. With deltas
+        # as large as weights all tokens would go to few experts.
+        values = torch.randn(*shape, generator=generator, device=device) * 0.015
         return values.to(torch.bfloat16).cpu()
 
     tensors: dict[str, torch.Tensor] = {}

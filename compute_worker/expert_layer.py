@@ -5,6 +5,7 @@ Legend: T tokens of this rank, N tokens that arrived, K experts a token, D model
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from compute_worker.experts_base import LayerExperts
 from compute_worker.step_context import CurrentStep, StepContext
 from epilora.placement import ExpertPlacement
 
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 ADAPTER_SLOT = "adapter_slot"
 """Name of the extra that travels with the tokens."""
 
@@ -30,12 +32,14 @@ class PhysicalExperts:
         num_copies_E: int64.
         rank_offsets: first physical id of each rank, then their number.
         shift: copy that this rank's first token takes; ranks with a token each then use different copies.
+        uses_kernels: choose is one launch of a Triton kernel.
     """
 
     copies_EC: torch.Tensor
     num_copies_E: torch.Tensor
     rank_offsets: tuple[int, ...]
     shift: int = 0
+    uses_kernels: bool = False
 
     @classmethod
     def make(cls, placement: ExpertPlacement, layer: int, device: torch.device, *, ep_rank: int) -> PhysicalExperts:
@@ -49,13 +53,27 @@ class PhysicalExperts:
             num_copies_E=on_device(placement.num_copies(layer)),
             rank_offsets=tuple(int(offset) for offset in placement.rank_offsets(layer)),
             shift=ep_rank,
+            uses_kernels=device.type == "cuda" and HAS_TRITON,
         )
 
-    def choose(self, expert_TK: torch.Tensor) -> torch.Tensor:
+    def choose(self, expert_TK: torch.Tensor, num_rows: torch.Tensor | None) -> torch.Tensor:
         """Physical expert for each logical one: token t takes copy shift + t modulo the number of copies. -1 stays.
 
         Example: shift 0, expert 3 has copies 3 and 8: tokens 0, 1, 2 that all chose it get 3, 8, 3.
+
+        Args:
+            expert_TK: int; logical experts, -1 for none.
+            num_rows: int64 [1]; tokens from there on are padding, and choose none. None: no token is.
         """
+        if self.uses_kernels:
+            from compute_worker.kernels.expert_ids import choose_copies
+
+            return choose_copies(
+                expert_TK.contiguous(), self.copies_EC, self.num_copies_E, shift=self.shift, num_rows=num_rows
+            )
+        if num_rows is not None:
+            is_token_T = torch.arange(expert_TK.shape[0], device=expert_TK.device) < num_rows
+            expert_TK = torch.where(is_token_T.unsqueeze(1), expert_TK, -1)
         expert_TK = expert_TK.long()
         logical_TK = expert_TK.clamp(min=0)
         token_T1 = torch.arange(self.shift, self.shift + expert_TK.shape[0], device=expert_TK.device).unsqueeze(1)
@@ -106,8 +124,6 @@ class ExpertLayer:
         assert context is not None, f"layer {self.layer} outside a step"
         if context.given_topk is not None:
             expert_TK, weight_TK = context.given_topk
-        if context.is_token_T1 is not None:
-            expert_TK = torch.where(context.is_token_T1, expert_TK, -1)
         if self._scales_input:
             y_TD = self._forward_scaled(context, x_TD, expert_TK, weight_TK)
         else:
@@ -132,7 +148,7 @@ class ExpertLayer:
     ) -> torch.Tensor:
         arrived, handle = self._dispatcher.dispatch(
             x_TD,
-            self._physical.choose(expert_TK),
+            self._physical.choose(expert_TK, context.num_rows),
             weight_TK,
             {ADAPTER_SLOT: context.adapter_slot_T},
             rank_offsets=self._physical.rank_offsets,
@@ -150,6 +166,11 @@ class ExpertLayer:
         return self._dispatcher.combine(y_ND, handle)
 
     def _count(self, slot_NK: torch.Tensor) -> None:
+        if self._physical.uses_kernels:
+            from compute_worker.kernels.expert_ids import count_rows
+
+            count_rows(slot_NK.contiguous(), self._counter)
+            return
         slot_R = slot_NK.flatten() + 1
         self._counter.scatter_add_(0, slot_R, torch.ones_like(slot_R))
 

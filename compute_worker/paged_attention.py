@@ -276,11 +276,10 @@ class PagedAttention:
         """Writes the new keys and values, then attends. Returns [1, T, Hq, Dv]."""
         step = self.step
         assert step is not None, "attention outside a step"
-        write_slot_T = step.write_slot_M if isinstance(step, FixedDecode) else step.write_slot_T
-        for cache, new in ((self.cache.k, given.k), (self.cache.v, given.v)):
-            cache[given.layer].index_copy_(0, write_slot_T, new[0].transpose(0, 1).contiguous())
         if isinstance(step, FixedDecode):
             return self._fixed_decode(step, given)
+        for cache, new in ((self.cache.k, given.k), (self.cache.v, given.v)):
+            cache[given.layer].index_copy_(0, step.write_slot_T, new[0].transpose(0, 1).contiguous())
         _, num_heads, num_tokens, _ = given.q.shape
         out_THD = given.q.new_empty((num_tokens, num_heads, given.v.shape[3]))
         if step.decode is not None:
@@ -290,12 +289,15 @@ class PagedAttention:
         return out_THD.unsqueeze(0)
 
     def _fixed_decode(self, step: FixedDecode, given: LayerInput) -> torch.Tensor:
+        from compute_worker.kernels.cache_write import write_kv
         from compute_worker.kernels.decode_attention import decode_attention
 
+        k_cache, v_cache = self.cache.k[given.layer], self.cache.v[given.layer]
+        write_kv(given.k[0], given.v[0], k_cache, v_cache, step.write_slot_M)
         out_MHD: torch.Tensor = decode_attention(
             given.q[0].transpose(0, 1),
-            self.cache.k[given.layer],
-            self.cache.v[given.layer],
+            k_cache,
+            v_cache,
             step.block_table_MB,
             step.kv_len_M,
             block_size=self.cache.block_size,

@@ -41,12 +41,10 @@ class StepContext:
         self.pad_to = pad_to
         if fixed is None:
             self.adapter_slot_T = torch.tensor(adapter_slots, dtype=torch.int32, device=device)
-            self.is_token_T1: torch.Tensor | None = None
+            self.num_rows: torch.Tensor | None = None
+            """int64 [1]; rows that are tokens, if others are padding."""
         else:
-            self.adapter_slot_T, num_rows = fixed
-            rows = torch.arange(self.adapter_slot_T.shape[0], device=device)
-            self.is_token_T1 = (rows < num_rows).unsqueeze(1)
-            """bool [M, 1]; rows that are no tokens choose no expert."""
+            self.adapter_slot_T, self.num_rows = fixed
         self.routed_output: torch.Tensor | None = None
         """Output of the last experts layer, for calls that want it alone."""
         self.given_topk: tuple[torch.Tensor, torch.Tensor] | None = None

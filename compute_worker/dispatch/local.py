@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from compute_worker.dispatch.base import ArrivedTokens, CombineHandle, ExtraTensors, local_slots
+from compute_worker.dispatch.base import ArrivedTokens, CombineHandle, ExtraTensors
 
 
 class LocalDispatcher:
@@ -28,10 +28,12 @@ class LocalDispatcher:
     ) -> tuple[ArrivedTokens, CombineHandle]:
         """See Dispatcher.dispatch."""
         num_tokens = x_TD.shape[0]
+        assert rank_offsets[0] == 0, rank_offsets
         assert list(num_tokens_per_rank) == [num_tokens], (num_tokens_per_rank, num_tokens)
         arrived = ArrivedTokens(
             x_ND=x_TD,
-            slot_NK=local_slots(expert_TK, rank_offsets[0], rank_offsets[1]),
+            # All physical experts are here, so ids are slots.
+            slot_NK=expert_TK.long(),
             weight_NK=weight_TK.float(),
             extras=extras,
         )
