@@ -3,8 +3,8 @@
     python benchmarks/gpu_service.py --ranks 2 --out benchmarks/results/gpu_service_2.json
 
 Starts `epilora serve`, loads two adapters four times each under names of their own, generates mixed batches, stops it,
-and compares continuations with
-`gpu_reference.Reference`. Exit 0 only if the tokens agree: all equal to the reference's choice, but for near ties.
+and compares continuations with `gpu_reference.Reference`. Exit 0 only if the tokens agree: all equal to the
+reference's choice, but for near ties.
 """
 
 from __future__ import annotations
@@ -221,22 +221,22 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--layers", type=int, default=qwen3_30b.NUM_LAYERS, help="fewer for a trial")
     parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="epilora-bench-") as folder:
         work = Path(folder)
         model = work / "model"
-        qwen3_30b.write_model(model, num_layers=options.layers)
-        service = Service(model, work, options.ranks)
+        qwen3_30b.write_model(model, num_layers=arguments.layers)
+        service = Service(model, work, arguments.ranks)
         started = time.perf_counter()
         for seed, (name, layout) in enumerate(SOURCES.items()):
-            qwen3_30b.write_adapter(work / name, layout, seed=seed + 1, num_layers=options.layers)
+            qwen3_30b.write_adapter(work / name, layout, seed=seed + 1, num_layers=arguments.layers)
         try:
             ready = service.wait_ready()
             result: dict[str, object] = {
                 "hardware": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
                 "versions": versions(),
-                "ranks": options.ranks,
-                "layers": options.layers,
+                "ranks": arguments.ranks,
+                "layers": arguments.layers,
                 "ready_seconds": time.perf_counter() - started,
             }
             with grpc.insecure_channel(
@@ -254,8 +254,8 @@ def main() -> None:
             print((work / "serve.log").read_text()[-6000:], file=sys.stderr)
         result["agreement"] = agreement = check(model, work, answers)
         result["answers"] = [asdict(a)["tokens"][:8] for a in answers[:6]]
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
     wrong = [name for name, a in agreement.items() if a["worst_gap"] > NEAR_TIE * a["logit_std"]]
     if wrong:
