@@ -84,6 +84,7 @@ def decode_batch(runner: ModelRunner, batch: int, num_adapters: int) -> StepBatc
                 query_len=1,
                 kv_len=CONTEXT,
                 block_table=tuple(range(row * blocks, (row + 1) * blocks)),
+                place=row,
             )
             for row in range(batch)
         ],
@@ -124,7 +125,7 @@ def time_prefill(runner: ModelRunner, num_tokens: int, num_adapters: int) -> dic
         token_ids=[rng.randrange(1000, VOCAB - 1000) for _ in range(num_tokens)],
         positions=list(range(num_tokens)),
         adapter_slots=[0 if num_adapters else -1] * num_tokens,
-        sequences=[SequenceSpan(query_start=0, query_len=num_tokens, kv_len=num_tokens, block_table=blocks)],
+        sequences=[SequenceSpan(query_start=0, query_len=num_tokens, kv_len=num_tokens, block_table=blocks, place=0)],
         logits_rows=[num_tokens - 1],
     )
     experts: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []

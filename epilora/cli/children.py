@@ -104,6 +104,14 @@ class Child:
         _kill(family)
 
 
+def children(pid: int) -> list[psutil.Process]:
+    """The processes that a process started itself."""
+    try:
+        return psutil.Process(pid).children()
+    except psutil.NoSuchProcess:
+        return []
+
+
 def descendants(pid: int) -> list[psutil.Process]:
     """All processes under a process."""
     try:

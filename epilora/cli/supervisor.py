@@ -15,7 +15,7 @@ import grpc.aio
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from epilora.cli.children import Child, ChildSpec, descendants
+from epilora.cli.children import Child, ChildSpec, children
 from epilora.errors import DeadlineExceededError, EpiloraError, FailedPreconditionError
 from epilora.rpc import error_from, make_channel
 from epilora.settings import CANNOT_START_FILE
@@ -182,7 +182,8 @@ class Supervisor:
     def _look_at_workers(self) -> None:
         """torchelastic starts failing workers again for ever, and hides their exit codes; at the first start that is a
         failure to report, and at once if a worker said that it can never start."""
-        pids = {process.pid for process in descendants(self._workers.pid)} if self._workers.pid else set()
+        # Not their own children: a worker that compiles kernels has many, one after another.
+        pids = {process.pid for process in children(self._workers.pid)} if self._workers.pid else set()
         self._worker_pids |= pids
         if self._cannot_start_file.exists():
             why = json.loads(self._cannot_start_file.read_text())

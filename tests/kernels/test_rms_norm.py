@@ -23,7 +23,8 @@ def _assert_alike(got, expected):
     """Equal but for the next number in one of a hundred results: sums are taken in another order."""
     assert got.dtype == expected.dtype
     assert got.shape == expected.shape
-    eps = torch.finfo(got.dtype).eps * (8 if got.dtype == torch.float32 else 1)
+    # The next number before the product with the weight may be the one after that behind it.
+    eps = torch.finfo(got.dtype).eps * (8 if got.dtype == torch.float32 else 2)
     assert ((got.double() - expected.double()).abs() <= eps * expected.double().abs()).all()
     assert got.dtype == torch.float32 or (got != expected).float().mean() <= 0.01
 
