@@ -7,6 +7,7 @@ Experts without a gate have an up projection only.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -178,6 +179,18 @@ LAYOUTS: Mapping[str, tuple[str, Callable[[MoELayerSpec, Values], Tensors]]] = {
     "F9 old multimodal": ("per_expert", _renamed(_per_expert, ".model.layers.", ".language_model.model.layers.")),
 }
 """Name -> (expert_layout of the report, writer of one layer)."""
+
+
+def magnitude_of(module: str, size: int) -> np.ndarray:
+    """float32 [size], DoRA's of a module as the file names it; the same at each call."""
+    return np.random.default_rng(zlib.crc32(module.encode())).uniform(0.5, 2, size).astype(np.float32)
+
+
+def with_dora(tensors: Tensors) -> Tensors:
+    """The same pairs, each with a magnitude."""
+    ending = ".lora_B.weight"
+    modules = {name.removesuffix(ending): array.shape[0] for name, array in tensors.items() if name.endswith(ending)}
+    return tensors | {f"{name}.lora_magnitude_vector": magnitude_of(name, size) for name, size in modules.items()}
 
 
 def tensors_of(model: ModelSpec, layout: str, lora_rank: int) -> tuple[Tensors, dict[str, Any]]:

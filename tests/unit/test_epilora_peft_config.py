@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epilora.adapters import peft_config
 from epilora.adapters.patterns import ModulePatterns
 from epilora.adapters.peft_config import parse_peft_config
 from epilora.errors import AdapterFormatError
@@ -111,6 +114,18 @@ def test_defaults_are_pefts_and_named() -> None:
     ]
     assert "lora_alpha is 0" in _parse(lora_alpha=0).warnings[0]
     assert _parse(lora_alpha=-4).scale_of("x", 4) == -1.0
+
+
+def test_every_field_that_peft_writes_is_known_and_documented() -> None:
+    """Honoured, refused by name, or known to have no effect: no field is passed over."""
+    peft = pytest.importorskip("peft")
+    written = set(peft.LoraConfig().to_dict()) | {field.name for field in dataclasses.fields(peft.LoraConfig)}
+    known = peft_config._NO_EFFECT | peft_config._HONOURED | set(peft_config._REFUSED)
+    assert written <= known
+    text = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
+    table = text.split("## adapter_config.json", 1)[1].split("\n## ", 1)[0]
+    missing = sorted(field for field in known if f"`{field}`" not in table)
+    assert not missing
 
 
 PATTERNS = [

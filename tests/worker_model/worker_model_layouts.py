@@ -14,13 +14,17 @@ from worker_model_support import Prompt, Rank
 from compute_worker.experts_modules import ExpertsTraits
 from epilora.model_spec import GateUpLayout, ModelSpec
 from tests.unit.epilora_adapters import write_adapter
-from tests.unit.epilora_layouts import reference_deltas, tensors_of
+from tests.unit.epilora_layouts import magnitude_of, reference_deltas, tensors_of, with_dora
 
 LORA_RANK = 3
+DORA = " DoRA"
+"""Ends the name of a layout whose pairs have magnitudes."""
 
 
-def exact_logits(model: Path, spec: ModelSpec, tokens: Sequence[int], lora_rank: int = LORA_RANK) -> torch.Tensor:
-    """float64 [len(tokens), V] of the model with the reference deltas."""
+def exact_logits(
+    model: Path, spec: ModelSpec, tokens: Sequence[int], lora_rank: int = LORA_RANK, *, dora: bool = False
+) -> torch.Tensor:
+    """float64 [len(tokens), V] of the model with the reference deltas, and with DoRA's magnitudes of single experts."""
     merged = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     ).eval()
@@ -32,7 +36,11 @@ def exact_logits(model: Path, spec: ModelSpec, tokens: Sequence[int], lora_rank:
             assert traits is not None
             weight = (module.down_proj if projection == "down" else getattr(module, traits.first_name))[expert]
             weight = weight.t() if traits.is_transposed else weight
-            weight[_rows(moe.intermediate_size, traits, projection)] += torch.from_numpy(delta)
+            rows = _rows(moe.intermediate_size, traits, projection)
+            weight[rows] += torch.from_numpy(delta)
+            if dora:
+                magnitude = magnitude_of(f"base_model.model.{moe.module}.{expert}.{projection}_proj", delta.shape[0])
+                weight[rows] *= (torch.from_numpy(magnitude) / weight[rows].norm(dim=1)).unsqueeze(1)
         return merged(input_ids=torch.tensor([list(tokens)])).logits[0]
 
 
@@ -48,7 +56,9 @@ def _rows(inner: int, traits: ExpertsTraits, projection: str) -> slice:
 def stage_layout(rank: Rank, layout: str, work: Path, *, lora_rank: int = LORA_RANK) -> None:
     """Writes the adapter, reads it, and puts it into slot 0 in place of the one before."""
     ep_rank = rank.group.ep_rank
-    tensors, changes = tensors_of(rank.spec, layout, lora_rank)
+    tensors, changes = tensors_of(rank.spec, layout.removesuffix(DORA), lora_rank)
+    if layout.endswith(DORA):
+        tensors, changes = with_dora(tensors), {**changes, "use_dora": True}
     name = layout.replace(" ", "-")
     adapter = write_adapter(work / f"{name}-{ep_rank}", tensors, **changes)
     path = work / f"slice-{name}-{ep_rank}"
