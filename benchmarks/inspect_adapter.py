@@ -1,8 +1,8 @@
 """`epilora inspect` on an adapter of 36,864 tensors, and how long each part of understanding it takes.
 
 The adapter has the shapes of Qwen3-30B-A3B, r 16, one pair for each expert: 1.66 GB. Only its header is written, the
-rest is a hole in the file, since nothing else is read. The command is timed whole, as a user runs it, wall and processor;
-the parts in this process, processor time alone. Medians.
+rest is a hole in the file, since nothing else is read. The command is timed whole, as a user runs it, wall and
+processor; the parts in this process, processor time alone. Medians.
 
     python -m benchmarks.inspect_adapter --out benchmarks/results/inspect_adapter.json
 """
