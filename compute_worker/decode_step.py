@@ -39,6 +39,7 @@ class FixedInputs:
         positions: int64 [1, M].
         adapter_slots: int32 [M], -1 for the base model and for padding.
         num_rows: int64 [1]; rows that are tokens, the others are padding.
+        places: int64 [M]; of the rows' sequences, the spare one for padding.
         attention: where the rows' keys and values go and are.
     """
 
@@ -46,6 +47,7 @@ class FixedInputs:
     positions: torch.Tensor
     adapter_slots: torch.Tensor
     num_rows: torch.Tensor
+    places: torch.Tensor
     attention: FixedDecode
 
 
@@ -64,6 +66,7 @@ class DecodeSteps:
         cache: whose slots the rows' positions have.
         max_tokens: most tokens of a rank in such a step.
         max_blocks: B.
+        spare_place: see StateCache.
 
     Attributes:
         num_captured: graphs captured so far.
@@ -79,11 +82,12 @@ class DecodeSteps:
         cache: KVCache,
         max_tokens: int,
         max_blocks: int,
+        spare_place: int,
     ) -> None:
         self._forward = forward
         self._launch_key = launch_key
         self._buckets = _buckets(max_tokens)
-        self._inputs = _InputBuffers(cache, self._buckets[-1], max_blocks)
+        self._inputs = _InputBuffers(cache, self._buckets[-1], max_blocks, spare_place)
         self._captures = cache.device.type == "cuda"
         self._graphs: dict[Hashable, dict[int, _Graph]] = {}
         self._pool: Any = None
@@ -161,13 +165,14 @@ class DecodeSteps:
 class _InputBuffers:
     """The buffers that steps read, and what of them is on its way."""
 
-    def __init__(self, cache: KVCache, max_rows: int, max_blocks: int) -> None:
+    def __init__(self, cache: KVCache, max_rows: int, max_blocks: int, spare_place: int) -> None:
         device = cache.device
         self._cache = cache
+        self._spare_place = spare_place
         self._pinned = device.type == "cuda"
-        # Rows: token ids, positions, cache slots, adapter slots, positions with this one; last row: how many are real.
-        self._host = torch.zeros((6, max_rows), dtype=torch.int64, pin_memory=self._pinned)
-        self._staged = torch.zeros((6, max_rows), dtype=torch.int64, device=device)
+        # Rows: token ids, positions, cache slots, adapter slots, positions with this one, how many are real, places.
+        self._host = torch.zeros((7, max_rows), dtype=torch.int64, pin_memory=self._pinned)
+        self._staged = torch.zeros((7, max_rows), dtype=torch.int64, device=device)
         self._host_table = torch.zeros((max_rows, max_blocks), dtype=torch.int32, pin_memory=self._pinned)
         self._table_of_row: list[tuple[int, ...]] = [()] * max_rows
         self._adapter_slots = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
@@ -183,6 +188,7 @@ class _InputBuffers:
             positions=staged[1:2, :bucket],
             adapter_slots=self._adapter_slots[:bucket],
             num_rows=staged[5, :1],
+            places=staged[6, :bucket],
             attention=FixedDecode(
                 write_slot_M=staged[2, :bucket], kv_len_M=self._kv_len[:bucket], block_table_MB=self._table[:bucket]
             ),
@@ -195,11 +201,12 @@ class _InputBuffers:
             self._copied.synchronize()
         count, size, spans = len(batch.token_ids), self._cache.block_size, batch.sequences
         host = self._host.numpy()
-        host[:, :bucket] = [[0], [0], [self._cache.spare_slot], [-1], [0], [count]]
+        host[:, :bucket] = [[0], [0], [self._cache.spare_slot], [-1], [0], [count], [self._spare_place]]
         if count:
             host[0, :count], host[1, :count], host[3, :count] = batch.token_ids, batch.positions, batch.adapter_slots
             host[2, :count] = [s.block_table[(s.kv_len - 1) // size] * size + (s.kv_len - 1) % size for s in spans]
             host[4, :count] = [s.kv_len for s in spans]
+            host[6, :count] = [s.place for s in spans]
         self._fill_table(spans)
         # Whole rows: a copy of some columns would not be one block, and wait.
         self._staged.copy_(self._host, non_blocking=True)

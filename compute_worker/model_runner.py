@@ -26,7 +26,7 @@ from compute_worker.paged_attention import KVCache, PagedAttention, SequenceSpan
 from compute_worker.placement_move import Placed, PlacementMover
 from compute_worker.process_memory import anonymous_bytes
 from compute_worker.query_scale import QueryScales
-from compute_worker.recurrent import RecurrentLayers, attach_recurrent, prepare_parts
+from compute_worker.recurrent import RecurrentLayers, attach_recurrent, fixed_parts, prepare_parts
 from compute_worker.runner_parts import (
     MAX_KERNEL_RANK,
     attach_expert_layers,
@@ -163,7 +163,7 @@ class ModelRunner:
 
     def _make_launch_key(self, settings: WorkerSettings, probe: ModelProbe, backend: str) -> LaunchKey | None:
         """What the adapters need of decode steps of fixed shapes; None where these cannot be."""
-        fixed_shapes = backend == "triton" and self._dispatcher.has_fixed_shapes and not probe.state_shapes
+        fixed_shapes = backend == "triton" and self._dispatcher.has_fixed_shapes
         if not fixed_shapes or settings.decode_graphs == "off":
             return None
         rowwise = RowwiseAdapters(probe, num_slots=settings.num_adapter_slots, dtype=self.dtype, device=self._device)
@@ -179,6 +179,7 @@ class ModelRunner:
             cache=cache,
             max_tokens=settings.max_num_sequences,
             max_blocks=-(-self.max_sequence_length // self.kv_block_size),
+            spare_place=self._recurrent.cache.spare_place,
         )
         self.mover.on_placed = steps.forget_graphs
         return steps
@@ -236,6 +237,7 @@ class ModelRunner:
             self._dense_lora.rowwise.adapter_slots = inputs.adapter_slots
             self._dense_lora.adapters = self._dense_lora.logits_adapters = self._apart
             self._attention.step = inputs.attention
+            self._recurrent.parts = fixed_parts(inputs.places, inputs.attention.kv_len_M, self._apart)
             output = self._model(input_ids=inputs.token_ids, position_ids=inputs.positions, use_cache=False)
             logits_MV: torch.Tensor = output.logits[0].float()
             return logits_MV

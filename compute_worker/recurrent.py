@@ -111,6 +111,20 @@ def prepare_parts(
     return tuple(parts)
 
 
+def fixed_parts(
+    places_M: torch.Tensor, kv_len_M: torch.Tensor, adapters: Sequence[DenseTokens]
+) -> tuple[RecurrentPart, ...]:
+    """The one part of a decode step of M rows, in buffers that stay where they are; no value is read on the host.
+
+    Args:
+        places_M: int64; the spare place for rows of nobody.
+        kv_len_M: int; positions of each row's sequence with the new one, 0 for rows of nobody.
+        adapters: as in DecodePart.
+    """
+    rows = slice(0, places_M.shape[0])
+    return (DecodePart(rows=rows, places_S=places_M, begins_S=kv_len_M <= 1, adapters=adapters),)
+
+
 def _decodes(span: SequenceSpan) -> bool:
     return span.query_len == 1 and span.kv_len > 1
 

@@ -13,6 +13,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from test_model_dora import adapted_by_peft, expert_dora
+from worker_model_families import family_config
 from worker_model_files import write_adapter_slice
 from worker_model_ranks import Results, run_ranks
 from worker_model_support import (
@@ -126,6 +127,40 @@ def test_fixed_steps_agree_with_transformers_and_keep_base_bits(tmp_path: Path) 
         assert (steps.num_captured, steps.num_replayed) == (2, 4)
     else:
         assert kinds == [False, True, False]
+
+
+def test_recurrent_layers_in_fixed_steps(tmp_path: Path) -> None:
+    """Sequences that begin with one token beside others, step after step, with fewer places than rows of the bucket."""
+    options = {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 16}
+    options |= {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "intermediate_size": 16}
+    options |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    options |= {"num_hidden_layers": 2, "mlp_only_layers": [0]}
+    config = family_config("qwen3_next", {**CONFIG, **options})
+    model = write_model(config, tmp_path / "model")
+    rank = open_rank(tmp_path, max_num_sequences=5)
+    adapter = random_adapter(rank.spec, 1, rank_of={"down": 3})
+    rank.add_adapter(adapter, slot=0, work=tmp_path)
+    for tensor in rank.runner._recurrent.cache.recurrent.values():
+        tensor.fill_(float("nan"))
+    prompts = [Prompt(tokens=prompt_tokens(seed, 5), slot=slot) for seed, slot in enumerate((-1, 0, 0))]
+    blocks = [rank.blocks(5) for _ in prompts]
+    rank.step([Chunk(prompt=prompts[0], start=0, stop=2, blocks=blocks[0])])
+    before = rank.runner.num_steps_by_form()
+    got: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for step in range(2):
+        starts = (2 + step, step, step)
+        chunks = [
+            Chunk(prompt=prompt, start=start, stop=start + 1, blocks=own)
+            for prompt, start, own in zip(prompts, starts, blocks, strict=True)
+        ]
+        for into, logits in zip(got, rank.step(chunks), strict=True):
+            into.append(logits.cpu())
+    after = rank.runner.num_steps_by_form()
+    assert after["eager"] == before["eager"]
+    assert after["graph"] - before["graph"] == (1 if DEVICE == "cuda" else 0)
+    for prompt, rows, first in zip(prompts, got, (2, 0, 0), strict=True):
+        expected = reference_logits(model, adapter if prompt.slot == 0 else None, rank.spec, prompt.tokens)
+        torch.testing.assert_close(torch.cat(rows), expected[first : first + 2], **TOLERANCE)
 
 
 def test_an_adapter_of_attention_alone_leaves_the_experts_as_they_are(tmp_path: Path) -> None:

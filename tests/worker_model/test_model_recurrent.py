@@ -25,7 +25,7 @@ from worker_model_support import (
 from compute_worker import model_runner
 from compute_worker.generate_step import GenerateStep
 from compute_worker.kv_blocks import KVBlockPool
-from compute_worker.recurrent import DecodePart
+from compute_worker.recurrent import fixed_parts
 from compute_worker.recurrent_probe import RecurrentProbe
 from compute_worker.requests import GenerateRequest, OutputQueue, Sequence
 from compute_worker.scheduler import Scheduler
@@ -155,15 +155,10 @@ def test_rows_that_begin_and_rows_of_nobody_in_a_decode_step(model: Path, tmp_pa
     rank.step([Chunk(prompt=Prompt(tokens=tokens[0]), start=0, stop=5, blocks=blocks[0])])
     for tensor in (*recurrent.cache.conv.values(), *recurrent.cache.recurrent.values()):
         tensor[1:].fill_(float("nan"))
-    spare = recurrent.cache.spare_place
-    part = DecodePart(
-        rows=slice(0, 3),
-        places_S=torch.tensor([0, 1, spare]),
-        begins_S=torch.tensor([False, True, True]),
-        adapters=(),
-    )
+    places = torch.tensor([0, 1, recurrent.cache.spare_place])
+    parts = fixed_parts(places, torch.tensor([6, 1, 0]), adapters=())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "prepare_parts", lambda *_: (part,))
+        patch.setattr(model_runner, "prepare_parts", lambda *_: parts)
         spans = [(tokens[0], 5, blocks[0]), (tokens[1], 0, blocks[1]), ([0], 0, blocks[2])]
         chunks = [Chunk(prompt=Prompt(tokens=t), start=at, stop=at + 1, blocks=b) for t, at, b in spans]
         logits = rank.step(chunks)
