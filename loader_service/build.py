@@ -12,6 +12,7 @@ from epilora.adapters.peft_config import parse_peft_config
 from epilora.adapters.report import make_report
 from epilora.adapters.resolve import resolve_adapter
 from epilora.adapters.slice_plan import SlicePlan, SliceSpec, plan_slices
+from epilora.adapters.values import zero_warnings
 from epilora.errors import AbortedError
 from epilora.settings import LoaderSettings
 from epilora.slices import LAYOUT_VERSION, SliceMetadata
@@ -171,27 +172,9 @@ def _slices(
 
 
 def _zero_warnings(form: NormalForm, written: WriteResult) -> list[str]:
-    """Pairs whose A or B was read and is zero change nothing: legal, and hardly what was meant."""
     if written.seen <= written.nonzero and not written.zero_parts and not written.zero_columns:
         return []
-    named = [
-        (pair, f"{pair.a.tensor.name} of expert {expert}")
-        for by_expert in form.experts.values()
-        for expert, pair in by_expert.items()
-    ]
-    named += [(pair, pair.a.tensor.name) for pair in form.dense.values()]
-    seen = [item for item in named if {item[0].a.tensor.index, item[0].b.tensor.index} <= written.seen]
-    # With DoRA the magnitude changes the output even then.
-    zero = [
-        name for pair, name in seen if pair.magnitude is None and (written.is_zero(pair.a) or written.is_zero(pair.b))
-    ]
-    if not zero:
-        return []
-    all_of_them = " The adapter changes nothing: it was saved untrained." if len(zero) == len(seen) else ""
-    return [
-        f"{len(zero)} of {len(seen)} pairs have a matrix that is all zero and change nothing, first {min(zero)}."
-        f"{all_of_them}"
-    ]
+    return zero_warnings(form, written.is_zero, lambda pair: {pair.a.tensor.index, pair.b.tensor.index} <= written.seen)
 
 
 def _changed(source: str) -> AbortedError:

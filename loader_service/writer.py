@@ -21,16 +21,14 @@ import numpy.typing as npt
 from epilora.adapters.normal_form import NUMPY_DTYPE, Region
 from epilora.adapters.safetensors_header import FLOAT_BYTES, TensorEntry
 from epilora.adapters.slice_plan import Piece, SlicePlan
-from epilora.errors import AbortedError, AdapterFormatError, UnavailableError
+from epilora.adapters.values import is_finite, non_finite
+from epilora.errors import AbortedError, UnavailableError
 from loader_service.slice_file import BLOCK_BYTES, BlockWriter, Bytes, SliceFile
 
 TRANSPOSE_BYTES = 64 << 20
 """Bytes of matrices that are taken out of a tensor's columns in one pass over the tensor."""
 
 _FEW_BYTES = 64
-
-# (first non-finite positive, first non-finite negative): exponent bits all ones, seen as signed and unsigned integers.
-_NON_FINITE = {"BF16": (0x7F80, 0xFF80), "F16": (0x7C00, 0xFC00), "F32": (0x7F800000, 0xFF800000)}
 
 
 class BuildCancelledError(UnavailableError):
@@ -242,14 +240,14 @@ class _Copier:
             starts.append(start)
             start += size
         self.result.bytes_read += start
-        if not _is_finite(target, spans[0].tensor.dtype):
-            raise _non_finite(self._first_non_finite(spans, target))
+        if not _is_finite(target, spans[0].tensor):
+            raise non_finite(self._first_non_finite(spans, target))
         self._note_zeros(spans, starts, target)
 
     def _first_non_finite(self, spans: Sequence[_Span], target: Bytes) -> TensorEntry:
         start = 0
         for tensor, _, size, _ in spans:
-            if not _is_finite(target[start : start + size], tensor.dtype):
+            if not _is_finite(target[start : start + size], tensor):
                 return tensor
             start += size
         raise AssertionError("one of them was found to be not finite")
@@ -318,16 +316,5 @@ def _read_rest(fd: int, buffer: memoryview, offset: int) -> None:
         done += count
 
 
-def _is_finite(raw: Bytes, dtype: str) -> bool:
-    positive, negative = _NON_FINITE[dtype]
-    bits = raw.view(NUMPY_DTYPE[dtype])
-    # Two maxima read the data without writing any: positive numbers are the largest signed, negative ones unsigned.
-    return int(bits.view(bits.dtype.str.replace("u", "i")).max()) < positive and int(bits.max()) < negative
-
-
-def _non_finite(tensor: TensorEntry) -> AdapterFormatError:
-    return AdapterFormatError(
-        f"tensor {tensor.name} holds NaN or infinite values; the training run that wrote it diverged",
-        reason="NON_FINITE",
-        metadata={"tensor": tensor.name},
-    )
+def _is_finite(raw: Bytes, tensor: TensorEntry) -> bool:
+    return is_finite(raw.view(NUMPY_DTYPE[tensor.dtype]), tensor.dtype)

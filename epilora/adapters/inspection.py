@@ -15,6 +15,7 @@ from epilora.adapters.layout_hints import NO_HINTS, LayoutHints
 from epilora.adapters.normal_form import NormalForm
 from epilora.adapters.open_adapter import OpenAdapter
 from epilora.adapters.slice_plan import SliceSpec, plan_slices
+from epilora.adapters.values import check_values
 from epilora.errors import EpiloraError
 from epilora.families import Projection
 from epilora.load_spec import MoEEPLoadSpec
@@ -130,8 +131,9 @@ def inspect_adapter(
     placement: str = "linear",
     allow_partial: bool = False,
     hints: LayoutHints = NO_HINTS,
+    verify: bool = False,
 ) -> Inspection:
-    """Looks at an adapter's names and shapes; a refusal is a finding, not an error.
+    """Looks at an adapter's names and shapes, of its values only if asked; a refusal is a finding, not an error.
 
     Args:
         adapter: open.
@@ -140,6 +142,7 @@ def inspect_adapter(
         placement: see ExpertPlacement.make.
         allow_partial: as in LoadAdapterRequest.
         hints: as in LoadAdapterRequest.
+        verify: read all values, too.
 
     Raises:
         InvalidArgumentError, NotFoundError: the placement is no placement of the model.
@@ -154,9 +157,12 @@ def inspect_adapter(
         paired = pair_tensors(adapter.header.tensors)
         _look_at_names(paired.pairs, found)
         check_extras(paired.pairs, config)
+        form = None
         if model is not None:
             form = adapter.resolve(model, allow_partial=allow_partial, hints=hints, paired=paired)
             _look_at_form(form, model, ExpertPlacement.make(placement, model, num_ranks), found)
+        if verify:
+            found.warnings = (*found.warnings, *check_values(adapter, form))
     except EpiloraError as error:
         if error.reason in ("BAD_PLACEMENT", "PLACEMENT_NOT_FOUND"):
             raise

@@ -40,9 +40,10 @@ def inspect(
     allow_partial: AllowPartial = False,
     swapped: Swapped = None,
     rank_from_shape: RankFromShape = False,
+    verify: Annotated[bool, typer.Option(help="Read all values, too: NaN, infinities, zeros.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """Shows what is in an adapter, and whether it would be served. Reads headers only; exit code 1: it would not."""
+    """Shows what is in an adapter, and whether it would be served; exit code 1: it would not. Reads headers only."""
     # Tens of thousands of small objects, all of which live to the end: nothing to collect.
     gc.disable()
     try:
@@ -50,7 +51,13 @@ def inspect(
         hints = LayoutHints(swapped=swapped, expert_rank_from_shape=rank_from_shape)
         with open_adapter(adapter) as opened:
             found = inspect_adapter(
-                opened, model=spec, num_ranks=ep, placement=placement, allow_partial=allow_partial, hints=hints
+                opened,
+                model=spec,
+                num_ranks=ep,
+                placement=placement,
+                allow_partial=allow_partial,
+                hints=hints,
+                verify=verify,
             )
     except EpiloraError as error:
         raise fail(error) from None

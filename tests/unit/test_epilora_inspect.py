@@ -105,6 +105,33 @@ def test_inspect_reads_headers_only(tmp_path: Path) -> None:
     assert spec.num_layers == 2
 
 
+@pytest.mark.parametrize("layout", ["F1", "F2a", "F2b", "F3", "F5"])
+def test_inspect_reads_values_if_asked(tmp_path: Path, layout: str) -> None:
+    model = write_model(tmp_path / "model")
+    tensors, changes = tensors_of(ModelSpec.from_directory(model), layout, 3)
+    first = min(name for name in tensors if "layers.1" in name)
+    bad = {name: array.copy() for name, array in tensors.items()}
+    bad[first].flat[-1] = np.nan
+    broken = write_adapter(tmp_path / "nan", bad, **changes)
+    assert _json(broken, "--model", model)["refused"] is None
+    for options in ((), ("--model", model)):
+        refused = _json(broken, "--verify", *options, code=1)["refused"]
+        assert (refused["reason"], first in refused["message"]) == ("NON_FINITE", True)
+    # An expert that was never chosen: its block is zero.
+    tensors = {name: array.copy() for name, array in tensors.items()}
+    block = {"F1": (...,), "F2a": (slice(None), slice(2, None, 4)), "F3": (2,), "F5": (2,)}.get(layout)
+    for name, array in tensors.items():
+        is_b = name.removesuffix(".weight").endswith("_B") and (layout != "F1" or "experts.2." in name)
+        if "layers.1" in name and layout != "F2b" and is_b:
+            array[block] = 0
+        elif "layers.1" in name and layout == "F2b" and "lora_A" in name:
+            array[6:9] = 0
+    found = _json(write_adapter(tmp_path / "zero", tensors, **changes), "--model", model, "--verify")
+    count = "3 of 24" if layout == "F1" else "2 of 16"
+    assert [warning.split(" pairs have a matrix")[0] for warning in found["warnings"]] == [count]
+    assert _json(tmp_path / "zero", "--model", model)["warnings"] == []
+
+
 @pytest.mark.parametrize("target", ConvertedLayout)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_converted_adapters_have_the_same_deltas(tmp_path: Path, layout: str, target: ConvertedLayout) -> None:
