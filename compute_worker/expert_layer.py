@@ -5,7 +5,6 @@ Legend: T tokens of this rank, N tokens that arrived, K experts a token, D model
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,11 +13,12 @@ import torch
 from torch import nn
 
 from compute_worker.dispatch.base import Dispatcher
+from compute_worker.dispatch.packed_rows import HAS_TRITON
+from compute_worker.expert_load import RowCounter
 from compute_worker.experts_base import LayerExperts
 from compute_worker.step_context import CurrentStep, StepContext
 from epilora.placement import ExpertPlacement
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 ADAPTER_SLOT = "adapter_slot"
 """Name of the extra that travels with the tokens."""
 
@@ -92,11 +92,11 @@ class ExpertLayer:
         physical: PhysicalExperts,
         dispatcher: Dispatcher,
         current: CurrentStep,
-        counter: torch.Tensor,
+        counter: RowCounter,
         scales_input: bool = False,
     ) -> None:
         """Args:
-        counter: int64 [1 + local slots]; rows by local slot + 1 are added to it.
+        counter: of the rows of this layer.
         scales_input: the router's weight multiplies what the expert gets, instead of its output.
         """
         self._scales_input = scales_input
@@ -107,7 +107,7 @@ class ExpertLayer:
         self._dispatcher = dispatcher
         self._counter = counter
 
-    def place(self, *, experts: LayerExperts, physical: PhysicalExperts, counter: torch.Tensor) -> None:
+    def place(self, *, experts: LayerExperts, physical: PhysicalExperts, counter: RowCounter) -> None:
         """Takes another placement's experts, which have no adapters yet, between two steps; see the constructor."""
         experts.num_calls += self.experts.num_calls
         self.experts, self._physical, self._counter = experts, physical, counter
@@ -157,22 +157,13 @@ class ExpertLayer:
         )
         adapter_slot_N = arrived.extras[ADAPTER_SLOT]
         same_every_layer = self._dispatcher.same_arrivals_every_layer
-        self._count(arrived.slot_NK)
+        self._counter.add(arrived.slot_NK, adapter_slot_N)
         y_ND = self.experts.forward(
             arrived,
             adapter_slot_N,
             lambda: context.arrived_tokens(adapter_slot_N, same_every_layer=same_every_layer),
         )
         return self._dispatcher.combine(y_ND, handle)
-
-    def _count(self, slot_NK: torch.Tensor) -> None:
-        if self._physical.uses_kernels:
-            from compute_worker.kernels.expert_ids import count_rows
-
-            count_rows(slot_NK.contiguous(), self._counter)
-            return
-        slot_R = slot_NK.flatten() + 1
-        self._counter.scatter_add_(0, slot_R, torch.ones_like(slot_R))
 
 
 class ExpertsOfLayer(Protocol):

@@ -19,6 +19,7 @@ from compute_worker.checkpoint import load_model
 from compute_worker.decode_step import DecodeSteps, FixedInputs
 from compute_worker.dense_lora import DenseLora, DenseTokens
 from compute_worker.ep_group import EPGroup
+from compute_worker.expert_load import LoadOfAdapters
 from compute_worker.expert_shard import ExpertShard
 from compute_worker.input_scaled_block import replace_blocks
 from compute_worker.model_probe import ModelProbe, attach_attention, probe_model
@@ -89,7 +90,13 @@ class ModelRunner:
         self._num_ranks = group.num_ranks
         self._num_eager = 0
         self._spec = model
-        placed = Placed.make(model, placement, group.placement_rank, group.device)
+        placed = Placed.make(
+            model,
+            placement,
+            group.placement_rank,
+            num_adapter_slots=settings.num_adapter_slots,
+            device=group.device,
+        )
         self._loaded = load_model(settings, placed.load_spec, group.device, shard)
         self._model = self._loaded.model
         self.dtype = self._loaded.dtype
@@ -122,7 +129,10 @@ class ModelRunner:
             device=group.device,
         )
         self._launch_key = self._make_launch_key(settings, probe, backend)
-        listeners: list[AdapterListener] = [ExpertAdapters(self._layers)]
+        listeners: list[AdapterListener] = [
+            ExpertAdapters(self._layers),
+            LoadOfAdapters(lambda: self.placed.expert_load),
+        ]
         if self._launch_key is not None:
             listeners += [self._launch_key.rowwise, self._launch_key]
         adapter_bytes = max_adapter_bytes(settings, group.device)

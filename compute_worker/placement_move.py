@@ -52,11 +52,21 @@ class Placed:
     expert_load: ExpertLoad
 
     @classmethod
-    def make(cls, model: ModelSpec, placement: ExpertPlacement, ep_rank: int, device: torch.device) -> Placed:
+    def make(
+        cls,
+        model: ModelSpec,
+        placement: ExpertPlacement,
+        ep_rank: int,
+        *,
+        num_adapter_slots: int,
+        device: torch.device,
+    ) -> Placed:
         """A placement whose rows nobody has counted yet."""
         load_spec = MoEEPLoadSpec.make(model, placement, ep_rank)
         num_slots = {spec.moe.layer: len(spec.local_experts) for spec in load_spec.layers}
-        return cls(placement=placement, load_spec=load_spec, expert_load=ExpertLoad(num_slots, device))
+        return cls(
+            placement=placement, load_spec=load_spec, expert_load=ExpertLoad(num_slots, num_adapter_slots, device)
+        )
 
     def local_experts(self, layer: int) -> tuple[int, ...]:
         """Logical expert in each local slot of a layer."""
@@ -145,7 +155,13 @@ class PlacementMover:
         device, ep_rank = self._device, self.placed.load_spec.ep_rank
         move = _Move(
             number=number,
-            placed=Placed.make(self._model, placement, ep_rank, device),
+            placed=Placed.make(
+                self._model,
+                placement,
+                ep_rank,
+                num_adapter_slots=self.placed.expert_load.num_adapter_slots,
+                device=device,
+            ),
             physical={
                 layer: PhysicalExperts.make(placement, layer, device, ep_rank=ep_rank) for layer in placement.layers
             },

@@ -39,6 +39,9 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
     async def GetWorkerInfo(self, request: pb.GetWorkerInfoRequest, context: Any) -> pb.GetWorkerInfoResponse:  # noqa: N802
         return self._worker.info()
 
+    async def GetAdapterLoad(self, request: pb.GetAdapterLoadRequest, context: Any) -> pb.GetAdapterLoadResponse:  # noqa: N802
+        return self._worker.adapter_load()
+
     async def StageAdapter(self, request: pb.StageAdapterRequest, context: Any) -> pb.StageAdapterResponse:  # noqa: N802
         resident = await asyncio.to_thread(
             self._worker.runner.pool.stage,

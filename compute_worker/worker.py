@@ -114,6 +114,25 @@ class Worker:
             ],
         )
 
+    def adapter_load(self) -> worker_service_pb2.GetAdapterLoadResponse:
+        """The rows of each active adapter as a message."""
+        placed = self.runner.placed
+        return worker_service_pb2.GetAdapterLoadResponse(
+            placement_id=placed.placement.placement_id,
+            adapters=[
+                worker_service_pb2.LocalAdapterLoad(
+                    name=resident.name,
+                    generation=resident.generation,
+                    layers=[
+                        worker_service_pb2.LocalExpertLoad(layer=layer, num_rows=rows)
+                        for layer, rows in placed.expert_load.rows_of(resident.adapter_slot).items()
+                    ],
+                )
+                for resident in self.runner.pool.residents()
+                if resident.adapter_slot >= 0
+            ],
+        )
+
     def _model_info(self) -> cluster_service_pb2.ModelInfo:
         model = self.model
         first = model.moe_layers[0]

@@ -6,8 +6,9 @@ import asyncio
 
 import grpc.aio
 
+from epilora.placement import ExpertPlacement
 from epilora.v1 import cluster_service_pb2, worker_service_pb2
-from gateway.expert_rows import rows_by_expert
+from gateway.expert_rows import adapter_loads, check_one_placement, layer_loads
 from gateway.keeper import Keeper
 from gateway.ranks import GROUP_ID, Group, Rank, check_group
 from gateway.residency import worker_error
@@ -37,21 +38,30 @@ class Cluster:
         check_group(group_id)
         return self._group.infos()[0].placement
 
-    def expert_load(self, group_id: int) -> cluster_service_pb2.GetExpertLoadResponse:
-        """Rows of every expert, as the ranks reported them last."""
+    async def expert_load(self, group_id: int, *, by_adapter: bool) -> cluster_service_pb2.GetExpertLoadResponse:
+        """Rows of every expert, as the ranks reported them last; those of each adapter, as they report them now."""
         check_group(group_id)
+        adapters: list[cluster_service_pb2.AdapterExpertLoad] = []
         infos = self._group.infos()
-        load = rows_by_expert(infos)
-        rows = [{entry.layer: sum(entry.num_rows) for entry in info.expert_load} for info in infos]
+        if by_adapter:
+            answers = await asyncio.gather(*(self._adapter_load_of(rank) for rank in self._group.ranks))
+            infos = self._group.infos()
+            check_one_placement([each.placement_id for each in answers] + [infos[0].placement.placement_id])
+            adapters = adapter_loads(ExpertPlacement.from_proto(infos[0].placement), answers)
+        check_one_placement([info.placement.placement_id for info in infos])
+        placement = ExpertPlacement.from_proto(infos[0].placement)
         return cluster_service_pb2.GetExpertLoadResponse(
-            placement_id=infos[0].placement.placement_id,
-            layers=[
-                cluster_service_pb2.LayerExpertLoad(
-                    layer=layer, expert_rows=expert_rows, rank_rows=[rank[layer] for rank in rows]
-                )
-                for layer, expert_rows in load.items()
-            ],
+            placement_id=placement.placement_id,
+            layers=layer_loads(placement, [info.expert_load for info in infos]),
+            adapters=adapters,
         )
+
+    async def _adapter_load_of(self, rank: Rank) -> worker_service_pb2.GetAdapterLoadResponse:
+        try:
+            request = worker_service_pb2.GetAdapterLoadRequest()
+            return await rank.stub.GetAdapterLoad(request, timeout=self._timeout_seconds)  # type: ignore[no-any-return]
+        except grpc.aio.AioRpcError as error:
+            raise worker_error(self._group, rank.ep_rank, error) from error
 
     async def memory(self, group_id: int) -> cluster_service_pb2.GetMemoryResponse:
         """Asks every rank now."""

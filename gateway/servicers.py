@@ -138,7 +138,7 @@ class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
     async def GetExpertLoad(  # noqa: N802
         self, request: cluster_service_pb2.GetExpertLoadRequest, context: Any
     ) -> cluster_service_pb2.GetExpertLoadResponse:
-        return self._cluster.expert_load(request.group_id)
+        return await self._cluster.expert_load(request.group_id, by_adapter=request.by_adapter)
 
     async def GetMemory(  # noqa: N802
         self, request: cluster_service_pb2.GetMemoryRequest, context: Any

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 16
 _WORD_BYTES = 4
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +133,7 @@ def unpack_tokens(
 
 def uses_kernels(x_TD: torch.Tensor) -> bool:
     """True on a GPU that Triton compiles for, if rows of x are whole words."""
-    return x_TD.is_cuda and _HAS_TRITON and x_TD.shape[1] * x_TD.element_size() % _WORD_BYTES == 0
+    return x_TD.is_cuda and HAS_TRITON and x_TD.shape[1] * x_TD.element_size() % _WORD_BYTES == 0
 
 
 def _stacked(extras: ExtraTensors, x_TD: torch.Tensor) -> torch.Tensor:

@@ -53,19 +53,24 @@ def choose_copies(
 
 
 @triton.jit(do_not_specialize=["num_ids"])
-def count_rows_kernel(slot_ptr, counter_ptr, num_ids, BLOCK: tl.constexpr):
+def count_rows_kernel(slot_ptr, adapter_ptr, count_ptr, num_ids, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+                      BLOCK: tl.constexpr):  # fmt: skip
     """See count_rows."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < num_ids
     slot = tl.load(slot_ptr + i, mask=inside, other=-1)
-    tl.atomic_add(counter_ptr + slot + 1, tl.full([BLOCK], 1, tl.int64), mask=inside, sem="relaxed")
+    adapter = tl.load(adapter_ptr + i // TOP_K, mask=inside, other=-1)
+    place = (adapter + 1) * WIDTH + slot + 1
+    tl.atomic_add(count_ptr + place, tl.full([BLOCK], 1, tl.int64), mask=inside, sem="relaxed")
 
 
-def count_rows(slot_NK: torch.Tensor, counter: torch.Tensor) -> None:
-    """counter[slot + 1] += 1 for every row, in place.
+def count_rows(slot_NK: torch.Tensor, adapter_slot_N: torch.Tensor, counts: torch.Tensor, *, width: int) -> None:
+    """counts[(adapter_slot + 1) * width + slot + 1] += 1 for every row, in place.
 
-    slot_NK: int64, -1 to S - 1, contiguous. counter: int64 [1 + S].
+    slot_NK: int64, -1 to width - 2, contiguous. adapter_slot_N: int32 or int64, from -1, contiguous. counts: int64.
     """
     if slot_NK.numel():
         grid = (triton.cdiv(slot_NK.numel(), _BLOCK),)
-        count_rows_kernel[grid](slot_NK, counter, slot_NK.numel(), BLOCK=_BLOCK)
+        count_rows_kernel[grid](
+            slot_NK, adapter_slot_N, counts, slot_NK.numel(), TOP_K=slot_NK.shape[1], WIDTH=width, BLOCK=_BLOCK
+        )

@@ -116,18 +116,32 @@ class LocalExperts(_message.Message):
     def __init__(self, experts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetExpertLoadRequest(_message.Message):
-    __slots__ = ("group_id",)
+    __slots__ = ("group_id", "by_adapter")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    BY_ADAPTER_FIELD_NUMBER: _ClassVar[int]
     group_id: int
-    def __init__(self, group_id: _Optional[int] = ...) -> None: ...
+    by_adapter: bool
+    def __init__(self, group_id: _Optional[int] = ..., by_adapter: _Optional[bool] = ...) -> None: ...
 
 class GetExpertLoadResponse(_message.Message):
-    __slots__ = ("placement_id", "layers")
+    __slots__ = ("placement_id", "layers", "adapters")
     PLACEMENT_ID_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     placement_id: str
     layers: _containers.RepeatedCompositeFieldContainer[LayerExpertLoad]
-    def __init__(self, placement_id: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerExpertLoad, _Mapping]]] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterExpertLoad]
+    def __init__(self, placement_id: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerExpertLoad, _Mapping]]] = ..., adapters: _Optional[_Iterable[_Union[AdapterExpertLoad, _Mapping]]] = ...) -> None: ...
+
+class AdapterExpertLoad(_message.Message):
+    __slots__ = ("name", "generation", "layers")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    generation: int
+    layers: _containers.RepeatedCompositeFieldContainer[LayerExpertLoad]
+    def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerExpertLoad, _Mapping]]] = ...) -> None: ...
 
 class LayerExpertLoad(_message.Message):
     __slots__ = ("layer", "expert_rows", "rank_rows")

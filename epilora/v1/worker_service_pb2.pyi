@@ -49,6 +49,28 @@ class LocalExpertLoad(_message.Message):
     num_rows: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, layer: _Optional[int] = ..., num_rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class GetAdapterLoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetAdapterLoadResponse(_message.Message):
+    __slots__ = ("placement_id", "adapters")
+    PLACEMENT_ID_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    placement_id: str
+    adapters: _containers.RepeatedCompositeFieldContainer[LocalAdapterLoad]
+    def __init__(self, placement_id: _Optional[str] = ..., adapters: _Optional[_Iterable[_Union[LocalAdapterLoad, _Mapping]]] = ...) -> None: ...
+
+class LocalAdapterLoad(_message.Message):
+    __slots__ = ("name", "generation", "layers")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    generation: int
+    layers: _containers.RepeatedCompositeFieldContainer[LocalExpertLoad]
+    def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LocalExpertLoad, _Mapping]]] = ...) -> None: ...
+
 class StepStatistics(_message.Message):
     __slots__ = ("num_steps", "seconds", "num_tokens", "bucket_bounds", "bucket_counts", "num_expert_layers", "num_steps_by_form")
     class NumStepsEntry(_message.Message):

@@ -78,6 +78,11 @@ class WorkerServiceStub:
                 request_serializer=epilora_dot_v1_dot_worker__service__pb2.AbandonPlacementRequest.SerializeToString,
                 response_deserializer=epilora_dot_v1_dot_worker__service__pb2.AbandonPlacementResponse.FromString,
                 _registered_method=True)
+        self.GetAdapterLoad = channel.unary_unary(
+                '/epilora.v1.WorkerService/GetAdapterLoad',
+                request_serializer=epilora_dot_v1_dot_worker__service__pb2.GetAdapterLoadRequest.SerializeToString,
+                response_deserializer=epilora_dot_v1_dot_worker__service__pb2.GetAdapterLoadResponse.FromString,
+                _registered_method=True)
         self.GenerateTokens = channel.unary_stream(
                 '/epilora.v1.WorkerService/GenerateTokens',
                 request_serializer=epilora_dot_v1_dot_worker__service__pb2.GenerateTokensRequest.SerializeToString,
@@ -160,6 +165,13 @@ class WorkerServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetAdapterLoad(self, request, context):
+        """Rows that the local experts have computed for each active adapter.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GenerateTokens(self, request, context):
         """Generates from token ids on this rank. See GenerationService.
         """
@@ -216,6 +228,11 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.AbandonPlacement,
                     request_deserializer=epilora_dot_v1_dot_worker__service__pb2.AbandonPlacementRequest.FromString,
                     response_serializer=epilora_dot_v1_dot_worker__service__pb2.AbandonPlacementResponse.SerializeToString,
+            ),
+            'GetAdapterLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetAdapterLoad,
+                    request_deserializer=epilora_dot_v1_dot_worker__service__pb2.GetAdapterLoadRequest.FromString,
+                    response_serializer=epilora_dot_v1_dot_worker__service__pb2.GetAdapterLoadResponse.SerializeToString,
             ),
             'GenerateTokens': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateTokens,
@@ -448,6 +465,33 @@ class WorkerService:
             '/epilora.v1.WorkerService/AbandonPlacement',
             epilora_dot_v1_dot_worker__service__pb2.AbandonPlacementRequest.SerializeToString,
             epilora_dot_v1_dot_worker__service__pb2.AbandonPlacementResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAdapterLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/epilora.v1.WorkerService/GetAdapterLoad',
+            epilora_dot_v1_dot_worker__service__pb2.GetAdapterLoadRequest.SerializeToString,
+            epilora_dot_v1_dot_worker__service__pb2.GetAdapterLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,

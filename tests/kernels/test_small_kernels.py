@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from compute_worker.expert_layer import PhysicalExperts
+from compute_worker.expert_load import RowCounter
 from compute_worker.kernels.cache_write import write_kv
 from compute_worker.kernels.expert_ids import choose_copies, count_rows
 from tests.kernels.cases import DEVICE
@@ -39,14 +40,18 @@ def test_copies_are_chosen_as_torch_chooses_them(num_tokens: int, dtype: torch.d
         assert torch.equal(physical.choose(expert_TK, num_rows), padded)
 
 
-def test_rows_are_counted_by_slot() -> None:
-    slot_NK = _experts(300, torch.int64)
-    counter = torch.arange(6, dtype=torch.int64, device=DEVICE)
-    count_rows(slot_NK, counter)
-    wanted = torch.arange(6) + torch.bincount(slot_NK.cpu().flatten() + 1, minlength=6)
-    assert torch.equal(counter.cpu(), wanted)
-    count_rows(slot_NK[:0], counter)
-    assert torch.equal(counter.cpu(), wanted)
+def test_rows_are_counted_by_adapter_and_slot() -> None:
+    slot_NK, width = _experts(100, torch.int64), 6
+    generator = torch.Generator().manual_seed(2)
+    adapter_slot_N = torch.randint(-1, 3, (100,), generator=generator, dtype=torch.int32).to(DEVICE)
+    start = torch.arange(4 * width, dtype=torch.int64, device=DEVICE)
+    counts, wanted = start.clone(), start.clone()
+    RowCounter(counts=wanted, width=width, uses_kernels=False).add(slot_NK, adapter_slot_N)
+    count_rows(slot_NK, adapter_slot_N, counts, width=width)
+    assert torch.equal(counts, wanted)
+    assert int(counts.sum() - start.sum()) == slot_NK.numel()
+    count_rows(slot_NK[:0], adapter_slot_N[:0], counts, width=width)
+    assert torch.equal(counts, wanted)
 
 
 @pytest.mark.parametrize("widths", [(8, 8), (12, 5)])

@@ -102,6 +102,33 @@ def counted_spread(service: Service, num_rows: int) -> float:
     return busiest / sum(sum(layer.rank_rows) / len(layer.rank_rows) for layer in load.layers)
 
 
+def check_rows_of_adapters(service: Service, placement: ExpertPlacement, tokens: list[int], top_k: int) -> None:
+    """One more answer of adapter a adds its rows to those of a, and to no other adapter's."""
+
+    def rows() -> dict[str, list[int]]:
+        request = cluster_service_pb2.GetExpertLoadRequest(by_adapter=True)
+        load = service.cluster().GetExpertLoad(request, timeout=10)
+        assert load.placement_id == placement.placement_id
+        return {adapter.name: [sum(layer.expert_rows) for layer in adapter.layers] for adapter in load.adapters}
+
+    # Counters are read once a second.
+    time.sleep(1.2)
+    service.tokens(PROMPT, max_tokens=1)
+    time.sleep(0.2)
+    first = rows()
+    assert list(first) == sorted(ADAPTERS)
+    time.sleep(1.2)
+    assert service.tokens(PROMPT, "a", max_tokens=NUM_TOKENS) == tokens
+    expected = (len(PROMPT) + NUM_TOKENS - 1) * top_k
+    deadline = time.monotonic() + COUNTED_SECONDS
+    while [now - then for now, then in zip(rows()["a"], first["a"], strict=True)] != [expected] * len(first["a"]):
+        assert time.monotonic() < deadline, (rows(), first, expected)
+        # A step reads the counters; the base model's do not count here.
+        service.tokens(PROMPT, max_tokens=1)
+        time.sleep(0.1)
+    assert {name: rows()[name] for name in "bc"} == {name: first[name] for name in "bc"}
+
+
 @pytest.fixture
 def loaded(service: Service, adapters: Path) -> Iterator[Service]:
     """The shared service with three adapters; afterwards as it was."""
@@ -137,6 +164,7 @@ def test_experts_and_adapters_move_beside_traffic(loaded: Service, models: Path,
         expected = {adapter.name: (adapter.expert_bytes, adapter.dense_bytes) for adapter in plan.adapters}
         assert {held.name: (held.expert_bytes, held.dense_bytes) for held in rank.adapters} == expected
         assert rank.adapter_bytes == sum(map(sum, expected.values()))
+    check_rows_of_adapters(loaded, placement, before["a"], model.num_experts_per_token)
     # What is loaded from now on is sliced for the new placement.
     loaded.load("d", adapters / ADAPTERS["a"])
     assert loaded.tokens(PROMPT, "d", max_tokens=NUM_TOKENS) == before["a"]

@@ -40,6 +40,7 @@ LORA = ("all", "one", "no")
 COUNTS = {"even": (16, 16, 16, 16), "ragged": (9, 2, 5, 1), "zero": (0, 7, 0, 3)}
 NUM_EXPERTS, TOP_K, HIDDEN, WIDTH, LORA_RANK, LAYER = 7, 3, 32, 24, 2, 1
 COPIED = (0, 5)
+NUM_ADAPTER_SLOTS = 2
 
 
 class Case(NamedTuple):
@@ -208,7 +209,7 @@ def _run_case(case: Case, model: ModelSpec, group: EPGroup, pairs: list[dist.Pro
     placement, current = make_placement(case.placement, model, group.num_ranks // case.tp), CurrentStep()
     shard = ExpertShard(index=group.expert_tp_rank, count=case.tp)
     local = placement.local_experts(LAYER, group.placement_rank)
-    load = ExpertLoad({LAYER: len(local)}, torch.device("cpu"))
+    load = ExpertLoad({LAYER: len(local)}, NUM_ADAPTER_SLOTS, torch.device("cpu"))
     layer = make_layer(placement, group.placement_rank, dispatcher, current, load, shard)
     place = Place(
         ep_rank=group.ep_rank,
@@ -220,6 +221,7 @@ def _run_case(case: Case, model: ModelSpec, group: EPGroup, pairs: list[dist.Pro
     y_TD = run_layer(layer, current, case, place)
     load.refresh(worked=True)
     results = {"y": y_TD, "num_rows": load.rows[LAYER], "sent": list(getattr(inner, "num_pairs_sent", ()))}
+    results["rows by adapter"] = [load.rows_of(slot)[LAYER] for slot in range(-1, NUM_ADAPTER_SLOTS)]
     results["again"] = run_layer(layer, current, case, place)
     results["plain"] = run_layer(layer, current, case._replace(lora="no"), place)
     return results
@@ -237,7 +239,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelSpec, list[Res
 def test_every_cell_equals_one_rank(table: tuple[ModelSpec, list[Results]], backend: str, num_ranks: int) -> None:
     model, results = table
     current = CurrentStep()
-    load = ExpertLoad({LAYER: NUM_EXPERTS}, torch.device("cpu"))
+    load = ExpertLoad({LAYER: NUM_EXPERTS}, NUM_ADAPTER_SLOTS, torch.device("cpu"))
     one = make_layer(make_placement("linear", model, 1), 0, LocalDispatcher(), current, load)
     for case in (case for case in CASES if case.backend == backend and case.fits(num_ranks)):
         for ep_rank, num_tokens in enumerate(case.num_tokens(num_ranks)):
@@ -304,6 +306,15 @@ def test_rows_reach_every_copy(table: tuple[ModelSpec, list[Results]], backend: 
             total[expert] += count
     chosen = torch.cat([tokens_of(rank, count)[1] for rank, count in enumerate(num_tokens)])
     assert total == Counter(expert for expert in chosen.flatten().tolist() if expert >= 0)
+    slots = torch.tensor([slot for rank, count in enumerate(num_tokens) for slot in slots_of("all", rank, 1, count)])
+    for adapter_slot in range(-1, NUM_ADAPTER_SLOTS):
+        by_adapter: Counter[int] = Counter()
+        for ep_rank in range(num_ranks):
+            counted = results[ep_rank][str(num_ranks)][case]["rows by adapter"][adapter_slot + 1]
+            for expert, count in zip(placement.local_experts(LAYER, ep_rank), counted, strict=True):
+                by_adapter[expert] += count
+        mine = chosen[slots == adapter_slot].flatten().tolist()
+        assert by_adapter == Counter(expert for expert in mine if expert >= 0)
 
 
 def test_needed_ranks() -> None:

@@ -129,7 +129,7 @@ def test_copies_are_chosen_by_position() -> None:
     physical = PhysicalExperts(
         copies_EC=torch.tensor([[0, 0], [1, 4], [2, 3]]), num_copies_E=torch.tensor([1, 2, 2]), rank_offsets=(0, 3, 5)
     )
-    chosen_TK = physical.choose(torch.tensor([[1, 0], [1, 2], [2, -1]]))
+    chosen_TK = physical.choose(torch.tensor([[1, 0], [1, 2], [2, -1]]), None)
     assert chosen_TK.tolist() == [[1, 0], [4, 3], [2, -1]]
 
 
