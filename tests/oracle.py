@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +31,26 @@ class Oracle:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._model = (base if adapter is None else PeftModel.from_pretrained(base, adapter)).eval()
+
+    def adapt(self, config: Any, directory: Path) -> None:
+        """Gives the base model an adapter whose weights are all drawn at random, and saves it.
+
+        Args:
+            config: a peft.LoraConfig.
+            directory: where the adapter goes.
+        """
+        from peft import get_peft_model
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._model = get_peft_model(self._model, config).eval()
+            with torch.no_grad():
+                for name, parameter in self._model.named_parameters():
+                    if "lora_magnitude_vector" in name:
+                        parameter.mul_(1 + 0.5 * torch.rand_like(parameter))
+                    elif "modules_to_save" in name:
+                        parameter.add_(0.3 * torch.randn_like(parameter))
+            self._model.save_pretrained(directory, save_embedding_layers=False)
 
     def submodule(self, path: str) -> torch.nn.Module:
         """A part of the model, by its path."""

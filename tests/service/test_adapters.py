@@ -17,6 +17,7 @@ from epilora.errors import EpiloraError
 from epilora.rpc import error_from
 from epilora.v1 import adapter_service_pb2, generation_service_pb2, types_pb2
 from epilora.wire import decode_tensor
+from tests.oracle import Oracle
 from tests.service.harness import REPOSITORY, Service
 
 PER_EXPERT = "peft-0.17.1-transformers-4.57.3/qwen3moe-T-all"
@@ -55,6 +56,28 @@ def test_logits_are_those_the_writer_recorded(service: Service, adapters: Path, 
     assert np.abs(got - base).max() > 1e-3
     assert service.unload("a").freed_bytes == adapter.resident_bytes > 0
     assert [rank.adapter_bytes for rank in service.memory()] == [0, 0]
+
+
+def test_dora_and_whole_routers_give_pefts_logits(service: Service, models: Path, scratch_root: Path) -> None:
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    oracle = Oracle(models / "qwen3moe-T")
+    torch.manual_seed(3)
+    options = {"use_dora": True, "modules_to_save": ["mlp.gate"], "target_modules": ["q_proj", "o_proj", "lm_head"]}
+    oracle.adapt(peft.LoraConfig(r=3, lora_alpha=6, init_lora_weights=False, **options), scratch_root / "dora")
+    expected, base = oracle.logits(PROMPT).numpy(), prompt_logits(service, PROMPT, "")
+    adapter = service.load("dora", scratch_root / "dora")
+    assert list(adapter.report.saved_modules) == [f"model.layers.{layer}.mlp.gate" for layer in (0, 1)]
+    assert list(adapter.report.warnings) == []
+    assert np.abs(prompt_logits(service, PROMPT, "dora") - expected).max() < 1e-4
+    assert np.abs(base - expected).max() > 1e-2
+    assert np.array_equal(prompt_logits(service, PROMPT, ""), base)
+    # The same files, if their config names another model.
+    config = json.loads((scratch_root / "dora" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "someone/another-model"
+    (scratch_root / "dora" / "adapter_config.json").write_text(json.dumps(config))
+    (warning,) = service.load("dora", scratch_root / "dora").report.warnings
+    assert "'someone/another-model'" in warning
+    service.unload("dora")
 
 
 def test_mixed_batch_gives_each_request_its_own_answer(service: Service, adapters: Path) -> None:
