@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import redis
 import structlog
 import xxhash
@@ -23,7 +25,7 @@ from loader_service.redis_tier import (
     chunk_key,
     make_manifest,
 )
-from loader_service.slice_file import BlockWriter, SliceFile
+from loader_service.slice_file import SliceFile
 from loader_service.writer import BuildProgress
 
 log = structlog.get_logger(__name__)
@@ -53,30 +55,12 @@ def pull(
         BuildCancelledError: progress was cancelled.
     """
     deadline = _Deadline(tier, manifest.size_bytes)
-    with ExitStack() as stack:
-        writer = BlockWriter(1)
-        files = [
-            stack.enter_context(SliceFile(path, piece.size_bytes, writer))
-            for path, piece in zip(paths, manifest.slices, strict=True)
-        ]
-        with writer:
-            for index, (file, piece) in enumerate(zip(files, manifest.slices, strict=True)):
-                for first in range(0, len(piece.checksums), _CHUNKS_UNDER_WAY):
-                    progress.check()
-                    deadline.check()
-                    checksums = piece.checksums[first : first + _CHUNKS_UNDER_WAY]
-                    numbers = range(first, first + len(checksums))
-                    names = [chunk_key(key, manifest.token, index, number) for number in numbers]
-                    for chunk in _get(tier, names, checksums):
-                        file.put(chunk)
-                        progress.bytes_done += len(chunk)
-                if file.position != piece.size_bytes:
-                    raise SlicesLostError(f"slice {index} has {file.position} bytes, expected {piece.size_bytes}")
-                file.finish()
-        writer.check()
-        for file, piece in zip(files, manifest.slices, strict=True):
-            if file.digest() != piece.digest:
-                raise SlicesLostError(f"slice of ep_rank {piece.ep_rank} has digest {file.digest()}")
+    for index, (path, piece) in enumerate(zip(paths, manifest.slices, strict=True)):
+        with SliceFile(path, piece.size_bytes) as file:
+            names = [chunk_key(key, manifest.token, index, number) for number in range(len(piece.checksums))]
+            _pull_slice(tier, file, list(zip(names, piece.checksums, strict=True)), progress, deadline)
+            if file.written != piece.size_bytes or file.digest() != piece.digest:
+                raise SlicesLostError(f"the chunks of ep_rank {piece.ep_rank} make another slice")
     return tuple(
         loader_service_pb2.Slice(
             ep_rank=piece.ep_rank,
@@ -157,15 +141,34 @@ def report_of(manifest: Manifest) -> types_pb2.AdapterLoadReport:
     return report
 
 
-def _get(tier: RedisTier, names: Sequence[str], checksums: Sequence[str]) -> Iterator[bytes]:
+def _pull_slice(
+    tier: RedisTier, file: SliceFile, chunks: Sequence[tuple[str, str]], progress: BuildProgress, deadline: _Deadline
+) -> None:
+    """Writes the chunks with these names and checksums to a file; a thread writes some while others are read."""
+    with ThreadPoolExecutor(1, thread_name_prefix="redis-pull") as writer:
+        writing: list[Future[None]] = []
+        for first in range(0, len(chunks), _CHUNKS_UNDER_WAY):
+            progress.check()
+            deadline.check()
+            values = _get(tier, chunks[first : first + _CHUNKS_UNDER_WAY])
+            for part in writing:
+                part.result()
+            writing = [writer.submit(file.append, np.frombuffer(value, dtype=np.uint8)) for value in values]
+            progress.bytes_done += sum(map(len, values))
+        for part in writing:
+            part.result()
+
+
+def _get(tier: RedisTier, chunks: Sequence[tuple[str, str]]) -> list[bytes]:
     """Chunks by their names, checked."""
     pipeline = tier.client.pipeline(transaction=False)
-    for name in names:
+    for name, _ in chunks:
         pipeline.getex(name, px=tier.ttl_milliseconds)
-    for name, chunk, checksum in zip(names, pipeline.execute(), checksums, strict=True):
-        if chunk is None or xxhash.xxh3_64_hexdigest(chunk) != checksum:
-            raise SlicesLostError(f"{name} is {'missing' if chunk is None else 'damaged'}")
-        yield chunk
+    values: list[bytes | None] = pipeline.execute()
+    for (name, checksum), value in zip(chunks, values, strict=True):
+        if value is None or xxhash.xxh3_64_hexdigest(value) != checksum:
+            raise SlicesLostError(f"{name} is {'missing' if value is None else 'damaged'}")
+    return [value for value in values if value is not None]
 
 
 class _Deadline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from loader_service.writer import BuildCancelledError, BuildProgress
 log = structlog.get_logger(__name__)
 
 _NUM_TRIES = 2
+# Of glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 class SharedBuilder:
@@ -37,6 +40,7 @@ class SharedBuilder:
         )
         self._pushes = ThreadPoolExecutor(1, thread_name_prefix="redis-push")
         self._push_progress = BuildProgress()
+        _keep_freed_memory()
 
     @property
     def counters(self) -> TierCounters:
@@ -126,6 +130,18 @@ class SharedBuilder:
         finally:
             tier.give_up(claim)
             self._cache.release(lease)
+
+
+def _keep_freed_memory() -> None:
+    """Has the allocator keep what is freed, up to 64 MiB.
+
+    Chunks come and go in objects of 1 MiB. glibc would give each one's pages back to the kernel and ask for new ones,
+    which takes three times as long as reading it from a socket. Other allocators have no such call.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_M_MMAP_THRESHOLD, 32 << 20)
+        set_option(_M_TRIM_THRESHOLD, 64 << 20)
 
 
 def _check(request: BuildRequest, manifest: Manifest) -> None:

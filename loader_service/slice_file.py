@@ -73,9 +73,12 @@ class BlockWriter:
 
 
 class SliceFile:
-    """A new slice file of mode 0600. `take` its bytes in order, fill them, and `finish`. A context manager."""
+    """A new slice file of mode 0600. `take` its bytes in order, fill them, and `finish`. A context manager.
 
-    def __init__(self, path: Path, size_bytes: int, writer: BlockWriter) -> None:
+    Without a writer its bytes are given to `append`.
+    """
+
+    def __init__(self, path: Path, size_bytes: int, writer: BlockWriter | None = None) -> None:
         self._path = path
         self._size = size_bytes
         self._writer = writer
@@ -100,6 +103,7 @@ class SliceFile:
     def take(self, size: int) -> Bytes:
         """The next bytes of the file, BLOCK_BYTES at most, for the caller to fill before it takes more."""
         if self._buffer is None or self._used + size > BLOCK_BYTES:
+            assert self._writer is not None
             self._flush()
             self._buffer = self._writer.buffer()
         view = self._buffer[self._used : self._used + size]
@@ -128,8 +132,13 @@ class SliceFile:
         assert self._written == self._size, (self._written, self._size)
         return self._digest.hexdigest()
 
+    @property
+    def written(self) -> int:
+        """Bytes that `append` has written."""
+        return self._written
+
     def append(self, block: Bytes) -> None:
-        """Writes a block at the end: for BlockWriter.
+        """Writes a block at the end.
 
         Raises:
             ResourceExhaustedError: reason CACHE_FULL; the filesystem has no room.
@@ -149,5 +158,6 @@ class SliceFile:
 
     def _flush(self) -> None:
         if self._buffer is not None:
+            assert self._writer is not None
             self._writer.write(self, self._buffer, self._used)
         self._buffer, self._used = None, 0
