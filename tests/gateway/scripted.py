@@ -277,6 +277,7 @@ class ScriptedLoader(loader_service_pb2_grpc.LoaderServiceServicer):
         self.script = script
         self.leases: set[str] = set()
         self.content = "1"
+        self.pinned_source = ""
         self.placement_id = ""
         self._num_leases = 0
 
@@ -304,6 +305,7 @@ class ScriptedLoader(loader_service_pb2_grpc.LoaderServiceServicer):
         result = loader_service_pb2.BuildResult(
             lease_id=lease,
             adapter_digest=request.source + self.content,
+            pinned_source=self.pinned_source,
             slices=slices,
             report=types_pb2.AdapterLoadReport(num_tensors=4, num_tensors_used=4, file_dtype="F32"),
         )

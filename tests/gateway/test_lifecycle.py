@@ -89,6 +89,16 @@ async def test_failed_name_can_be_forgotten_and_does_not_survive_a_restart(clust
     assert await cluster.client.names() == []
 
 
+async def test_the_record_has_the_revision_that_was_loaded(cluster: Cluster) -> None:
+    cluster.loader.pinned_source = "hf://org/repo@0123"
+    adapter = await cluster.client.load("a", source="hf://org/repo")
+    assert adapter.source == "hf://org/repo@0123"
+    cluster.loader.pinned_source = ""
+    await cluster.restart_gateway()
+    await cluster.client.serving()
+    assert (await cluster.client.get("a")).source == "hf://org/repo@0123"
+
+
 async def test_only_one_change_of_a_name_at_a_time(cluster: Cluster) -> None:
     gate = cluster.script.hold("BuildSlices")
     loading = asyncio.ensure_future(cluster.client.load("a"))
