@@ -55,12 +55,13 @@ def _check(found: Sequence[TensorEntry], num_pairs: int, is_set: bool, kind: _Ki
     )
 
 
-def refuse_extras(pair: Pair, what: str) -> None:
+def refuse_extras(pair: Pair, what: str, why: str) -> None:
     """For modules that cannot have them.
 
     Args:
         pair: of the module.
         what: the module, for the message.
+        why: the reason, for the message.
 
     Raises:
         AdapterFormatError: reason UNSUPPORTED_ADAPTER.
@@ -68,7 +69,7 @@ def refuse_extras(pair: Pair, what: str) -> None:
     for tensor, field in ((pair.magnitude, "use_dora"), (pair.bias, "lora_bias")):
         if tensor is not None:
             raise AdapterFormatError(
-                f"{tensor.name}: {field} for {what} is not supported, nor is it in PEFT; train the adapter without",
+                f"{tensor.name}: {field} for {what} is not supported: {why}; train the adapter without",
                 reason="UNSUPPORTED_ADAPTER",
                 metadata={"tensor": tensor.name, "config_field": field},
             )

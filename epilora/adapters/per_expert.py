@@ -162,7 +162,7 @@ def resolve_expert_pair(pair: Pair, found: ExpertModule, config: PeftConfig) -> 
     """
     in_features, out_features = features_of(found.moe, found.projection)
     lora_rank = check_linear(pair, in_features, out_features, config)
-    refuse_extras(pair._replace(magnitude=None), "routed experts")
+    refuse_extras(pair._replace(magnitude=None), "routed experts", "nothing adds a bias to a single expert's output")
     return LoraPair(
         a=Region(tensor=pair.a, row_begin=0, row_end=lora_rank),
         b=Region(tensor=pair.b, row_begin=0, row_end=pair.b.shape[0]),

@@ -27,6 +27,7 @@ from epilora.families import Projection
 from epilora.model_spec import DenseModuleSpec
 
 _Place = tuple[int, Projection]
+_NOT_IN_PEFT = "PEFT does not define it for parameters"
 # Paths of a text model inside a multimodal wrapper, over the versions of transformers.
 _MULTIMODAL_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
 
@@ -127,14 +128,14 @@ def _place(pair: Pair, target: AdapterTarget, config: PeftConfig, found: _Found)
         return
     stacked = match_stacked(module, target)
     if stacked is not None:
-        refuse_extras(pair, "stacked experts")
+        refuse_extras(pair, "stacked experts", _NOT_IN_PEFT)
         found.claim((stacked.moe.layer, stacked.depth), pair)
         found.layouts.setdefault(ExpertLayout.TARGET_PARAMETERS, pair.a.name)
         found.stacked.append((stacked, pair))
         return
     packed = match_packed(module, target)
     if packed is not None:
-        refuse_extras(pair, "stacked experts")
+        refuse_extras(pair, "stacked experts", _NOT_IN_PEFT)
         _place_packed(pair, packed, target, config, found)
         return
     dense = target.dense_modules.get(module)

@@ -63,6 +63,25 @@ _NAMES = st.builds(
     _MODULES,
     _ENDINGS,
 )
+
+
+def _whole_module(module: str, sizes: tuple[int, int, int], extras: list[str]) -> dict[str, tuple[int, ...]]:
+    """A pair that may fit, and what may be beside it."""
+    rank, inputs, outputs = sizes
+    shapes: dict[str, tuple[int, ...]] = {"lora_A.weight": (rank, inputs), "lora_B.weight": (outputs, rank)}
+    shapes |= {name: (outputs, inputs) if name == "weight" else (outputs,) for name in extras}
+    return {f"base_model.model.{module}.{name}": shape for name, shape in shapes.items()}
+
+
+_WHOLE_MODULES = st.lists(
+    st.builds(
+        _whole_module,
+        _MODULES,
+        st.tuples(st.sampled_from([1, 3]), st.sampled_from([8, 6, 64]), st.sampled_from([8, 4, 6, 12, 64])),
+        st.lists(st.sampled_from(["lora_magnitude_vector", "lora_B.bias", "weight", "bias"]), max_size=2),
+    ),
+    max_size=3,
+).map(lambda modules: {name: shape for module in modules for name, shape in module.items()})
 _CONFIGS = st.fixed_dictionaries(
     {"peft_type": st.just("LORA")},
     optional={
@@ -73,6 +92,9 @@ _CONFIGS = st.fixed_dictionaries(
         "peft_version": st.sampled_from(["0.18.1", "0.19.1", "x", ""]),
         "rank_pattern": st.dictionaries(st.text(max_size=8), st.integers(-1, 9), max_size=2),
         "alpha_pattern": st.dictionaries(st.text(max_size=8), st.floats(), max_size=2),
+        "use_dora": st.booleans(),
+        "lora_bias": st.booleans(),
+        "modules_to_save": st.sampled_from([None, [], ["gate"], ["q_proj", "embed_tokens"], ["x"]]),
     },
 )
 _HINTS = st.builds(
@@ -124,11 +146,23 @@ def _safetensors(tensors: dict[str, tuple[int, ...]]) -> bytes:
 
 
 @_SETTINGS
-@given(tensors=st.dictionaries(_NAMES, _SHAPES, max_size=8), config=_CONFIGS, hints=_HINTS, allow_partial=st.booleans())
-def test_any_names_shapes_and_config(
-    model: ModelSpec, tensors: dict[str, tuple[int, ...]], config: Any, hints: LayoutHints, allow_partial: bool
+@given(
+    tensors=st.dictionaries(_NAMES, _SHAPES, max_size=8) | st.just({}),
+    modules=_WHOLE_MODULES,
+    config=_CONFIGS,
+    hints=_HINTS,
+    allow_partial=st.booleans(),
+)
+def test_any_names_shapes_and_config(  # noqa: PLR0917
+    model: ModelSpec,
+    tensors: dict[str, tuple[int, ...]],
+    modules: dict[str, tuple[int, ...]],
+    config: Any,
+    hints: LayoutHints,
+    allow_partial: bool,
 ) -> None:
-    files = {"adapter_config.json": json.dumps(config).encode(), "adapter_model.safetensors": _safetensors(tensors)}
+    weights = _safetensors(tensors | modules)
+    files = {"adapter_config.json": json.dumps(config).encode(), "adapter_model.safetensors": weights}
     _read(files, model, hints=hints, allow_partial=allow_partial)
 
 
