@@ -9,7 +9,9 @@ whole and beside the sum of its expert layers. The floor of a decode step is the
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import random
 import sys
 import tempfile
@@ -176,6 +178,15 @@ def profile(runner: ModelRunner, batch: int, num_adapters: int) -> None:
     print(f"decode, batch {batch}, {num_adapters} adapters, 3 steps\n{table}")
 
 
+def profile_host(runner: ModelRunner, num_tokens: int) -> None:
+    """Prints where the host's time goes in a prefill."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    time_prefill(runner, num_tokens, 1)
+    profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=qwen3_30b.NUM_LAYERS, help="fewer for a trial")
@@ -202,6 +213,7 @@ def main() -> None:
             "warm_up_seconds": time.perf_counter() - loaded,
         }
         steps, prefills = [], []
+        # Prefills come after: what they leave in the cache would make all tokens of a step alike.
         for num_adapters in (0, NUM_ADAPTERS):
             for slot in range(num_adapters):
                 adapter = make_adapter(options.layers, slot)
@@ -213,9 +225,12 @@ def main() -> None:
                 print(steps[-1], flush=True)
             if options.profile:
                 profile(runner, 64, num_adapters)
+        for num_adapters in (0, NUM_ADAPTERS):
             for num_tokens in (2048, 16384):
                 prefills.append(time_prefill(runner, num_tokens, num_adapters))
                 print(prefills[-1], flush=True)
+        if options.profile:
+            profile_host(runner, 2048)
         result["decode"], result["prefill"] = steps, prefills
         expert_bytes = runner.memory().base_expert_bytes
         result["floor_ms_batch_64_base"] = (expert_bytes + runner.memory().base_dense_bytes) / BYTES_PER_SECOND * 1000

@@ -77,6 +77,8 @@ class EPGroup:
         assert control_group is not None
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            # Registering buffers while a graph is captured needs all ranks at once; each captures when it comes to it.
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
             data_group = dist.new_group(backend="nccl", timeout=timeout)
         else:
             data_group = dist.new_group(backend="gloo", timeout=timeout)

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 from compute_worker.model_runner import ModelRunner, SequenceSpan, StepBatch
-from compute_worker.requests import Finish, GenerateOutput, Sequence
+from compute_worker.requests import Finish, GenerateOutput, Sequence, put_all
 from compute_worker.sampler import Sampler
 from compute_worker.scheduler import Chunk, Scheduler
-from epilora.errors import FailedPreconditionError
+from epilora.errors import EpiloraError, FailedPreconditionError
 
 _LOGITS_MESSAGE_BYTES = 3 << 20
 """Prompt logits in one message, well under the 4 MiB that a gRPC client takes by default."""
@@ -25,9 +25,20 @@ class GenerateStep:
         runner: computes the logits.
         scheduler: told of sequences that end.
         slot_of: adapter slot of an active generation.
+        defers: what a step yields is sent while the device computes the next one, so that encoding and sending do not
+            hold that up; for devices that compute beside this thread. Otherwise at once.
     """
 
-    def __init__(self, *, runner: ModelRunner, scheduler: Scheduler, slot_of: Callable[[int], int | None]) -> None:
+    def __init__(
+        self,
+        *,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        slot_of: Callable[[int], int | None],
+        defers: bool = False,
+    ) -> None:
+        self._defers = defers
+        self._unsent: list[tuple[Sequence, GenerateOutput | EpiloraError]] = []
         self._runner = runner
         self._scheduler = scheduler
         self._slot_of = slot_of
@@ -37,10 +48,13 @@ class GenerateStep:
         """Computes one step with all other ranks; `chunks` may be empty on this one."""
         if not chunks:
             self._runner.forward(None, num_tokens_per_rank)
+            self.send()
             return
         batch, rows_of = self._batch(chunks)
         logits_NV = self._runner.forward(batch, num_tokens_per_rank)
         assert logits_NV is not None
+        # On a GPU the step has only begun.
+        self.send()
         for chunk in chunks:
             chunk.sequence.num_computed = chunk.start + chunk.length
         finishing = [chunk for chunk in chunks if chunk.completes]
@@ -52,10 +66,19 @@ class GenerateStep:
         for chunk in chunks:
             if chunk.completes and token_of[id(chunk)] is None:
                 # One request's bad numbers end that request, not the step of all others.
-                chunk.sequence.outputs.put(_not_finite(chunk.sequence))
+                self._unsent.append((chunk.sequence, _not_finite(chunk.sequence)))
                 self._scheduler.finish(chunk.sequence)
                 continue
-            self._send(chunk, token_of.get(id(chunk)), logits_NV, rows_of[id(chunk)])
+            self._collect(chunk, token_of.get(id(chunk)), logits_NV, rows_of[id(chunk)])
+        if not self._defers:
+            self.send()
+
+    def send(self) -> None:
+        """Hands over what earlier steps yielded."""
+        unsent, self._unsent = self._unsent, []
+        for sequence in put_all([(sequence, output) for sequence, output in unsent if not sequence.cancelled]):
+            sequence.outputs.put(sequence.slow_reader_error())
+            sequence.cancelled = True
 
     def _batch(self, chunks: list[Chunk]) -> tuple[StepBatch, dict[int, range]]:
         """The packed batch, and which rows of its logits belong to each chunk."""
@@ -100,7 +123,7 @@ class GenerateStep:
         assert slot is not None, f"generation {generation} was retired while in use"
         return slot
 
-    def _send(self, chunk: Chunk, token: int | None, logits_NV: torch.Tensor, rows: range) -> None:
+    def _collect(self, chunk: Chunk, token: int | None, logits_NV: torch.Tensor, rows: range) -> None:
         sequence = chunk.sequence
         request = sequence.request
         outputs: list[GenerateOutput] = []
@@ -117,10 +140,8 @@ class GenerateStep:
             finish = _finish_of(sequence, token)
             logits = _to_numpy(logits_NV[rows.stop - 1 : rows.stop]) if request.return_logits else None
             outputs.append(GenerateOutput(token_ids=(token,), logits_NV=logits, finish=finish))
-        if not all(sequence.outputs.put(output) for output in outputs):
-            sequence.outputs.put(sequence.slow_reader_error())
-            sequence.cancelled = True
-        elif finish is not Finish.NOT_YET:
+        self._unsent += [(sequence, output) for output in outputs]
+        if finish is not Finish.NOT_YET:
             self._scheduler.finish(sequence)
 
 

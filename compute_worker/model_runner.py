@@ -21,6 +21,7 @@ from compute_worker.dense_lora import DenseLora, DenseTokens
 from compute_worker.ep_group import EPGroup
 from compute_worker.expert_load import LoadOfAdapters
 from compute_worker.expert_shard import ExpertShard
+from compute_worker.experts_call import TopK, bad_call, check_experts_tensors
 from compute_worker.input_scaled_block import replace_blocks
 from compute_worker.model_probe import ModelProbe, attach_attention, probe_model
 from compute_worker.paged_attention import KVCache, PagedAttention, SequenceSpan, prepare_step
@@ -32,6 +33,7 @@ from compute_worker.runner_parts import (
     MAX_KERNEL_RANK,
     attach_expert_layers,
     choose_backend,
+    compute_exactly,
     make_dispatcher,
     make_experts,
     make_kv_cache,
@@ -43,16 +45,12 @@ from compute_worker.runner_parts import (
 )
 from compute_worker.step_batch import MemoryReport, StepBatch, is_decode
 from compute_worker.step_context import CurrentStep, StepContext
-from epilora.errors import InvalidArgumentError
 from epilora.families import family_of
 from epilora.model_spec import ModelSpec, MoELayerSpec
 from epilora.placement import ExpertPlacement
 from epilora.settings import WorkerSettings
 
 __all__ = ["MemoryReport", "ModelRunner", "SequenceSpan", "StepBatch"]
-
-TopK = tuple[torch.Tensor, torch.Tensor]
-"""(experts int [T, K], weights float [T, K]) chosen by a caller; logical ids."""
 
 
 class ModelRunner:
@@ -65,6 +63,7 @@ class ModelRunner:
         kv_block_size: positions of a block.
         max_num_sequences: sequences that may run at once.
         vocab_size: V.
+        computes_beside: forward returns before the device has computed.
         dtype: of the weights.
         dense_modules: modules outside the routed experts whose pairs take effect.
         pool: the adapters in memory.
@@ -83,10 +82,9 @@ class ModelRunner:
         shard = ExpertShard.make(group.expert_tp_rank, group.expert_tp, model)
         register_functions()
         if group.device.type == "cuda":
-            # Products accumulate in float32, and float32 ones take float32 inputs.
-            torch.backends.cuda.matmul.allow_tf32 = False
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+            compute_exactly()
         self._device = group.device
+        self.computes_beside = group.device.type == "cuda"
         self._num_ranks = group.num_ranks
         self._num_eager = 0
         self._spec = model
@@ -129,26 +127,8 @@ class ModelRunner:
             device=group.device,
         )
         self._launch_key = self._make_launch_key(settings, probe, backend)
-        listeners: list[AdapterListener] = [
-            ExpertAdapters(self._layers),
-            LoadOfAdapters(lambda: self.placed.expert_load),
-        ]
-        if self._launch_key is not None:
-            listeners += [self._launch_key.rowwise, self._launch_key]
         adapter_bytes = max_adapter_bytes(settings, group.device)
-        self.pool = AdapterPool(
-            model=dataclasses.replace(model, dense_modules=self.dense_modules),
-            load_spec=placed.load_spec,
-            dtype=self.dtype if settings.adapter_dtype == "model" else None,
-            device=group.device,
-            max_bytes=adapter_bytes,
-            base=BaseWeights(self._model, model, lambda *place: self.mover.matrix_of(*place)),  # noqa: PLW0108 made below
-            rank_multiple=rank_multiple_of(backend, self.dtype),
-            shard=shard,
-            listeners=listeners,
-            max_lora_rank=MAX_KERNEL_RANK if backend == "triton" else 0,
-            has_expert_gains=backend != "triton",
-        )
+        self.pool = self._make_pool(settings, placed, shard, backend, adapter_bytes)
         self.mover = PlacementMover(
             model=model,
             placed=placed,
@@ -170,6 +150,29 @@ class ModelRunner:
         attach_attention(self._model, self._attention.forward, scales)
         self.max_sequence_length = self._max_sequence_length(settings)
         self._decode_steps = self._make_decode_steps(settings, cache)
+
+    def _make_pool(
+        self, settings: WorkerSettings, placed: Placed, shard: ExpertShard, backend: str, max_bytes: int
+    ) -> AdapterPool:
+        listeners: list[AdapterListener] = [
+            ExpertAdapters(self._layers),
+            LoadOfAdapters(lambda: self.placed.expert_load),
+        ]
+        if self._launch_key is not None:
+            listeners += [self._launch_key.rowwise, self._launch_key]
+        return AdapterPool(
+            model=dataclasses.replace(self._spec, dense_modules=self.dense_modules),
+            load_spec=placed.load_spec,
+            dtype=self.dtype if settings.adapter_dtype == "model" else None,
+            device=self._device,
+            max_bytes=max_bytes,
+            base=BaseWeights(self._model, self._spec, lambda *place: self.mover.matrix_of(*place)),  # noqa: PLW0108 made below
+            rank_multiple=rank_multiple_of(backend, self.dtype),
+            shard=shard,
+            listeners=listeners,
+            max_lora_rank=MAX_KERNEL_RANK if backend == "triton" else 0,
+            has_expert_gains=backend != "triton",
+        )
 
     def _make_launch_key(self, settings: WorkerSettings, probe: ModelProbe, backend: str) -> LaunchKey | None:
         """What the adapters need of decode steps of fixed shapes; None where these cannot be."""
@@ -315,28 +318,8 @@ class ModelRunner:
         """
         moe = self._moe(layer)
         if hasattr(self._block_of(layer), "self_attn"):
-            raise _bad_call("layer", "has no MLP block of its own in this family; its experts cannot be called alone")
-        shape = tuple(x_TD.shape)
-        if len(shape) != 2 or shape[1] != moe.hidden_size:
-            raise _bad_call("hidden_states", f"has shape {list(shape)}, expected [T, {moe.hidden_size}]")
-        if topk is None:
-            return
-        expert_TK, weight_TK = topk
-        expected = (shape[0], self._spec.num_experts_per_token)
-        if tuple(expert_TK.shape) != expected or tuple(weight_TK.shape) != expected:
-            raise _bad_call(
-                "top_k",
-                f"has expert_ids {list(expert_TK.shape)} and weights {list(weight_TK.shape)}, expected both"
-                f" {list(expected)}",
-            )
-        if expert_TK.numel() and (int(expert_TK.min()) < 0 or int(expert_TK.max()) >= moe.num_experts):
-            raise _bad_call(
-                "top_k.expert_ids",
-                f"holds {int(expert_TK.min())} to {int(expert_TK.max())}, expected 0 to {moe.num_experts - 1}",
-            )
-        ordered = expert_TK.sort(dim=1).values
-        if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
-            raise _bad_call("top_k.expert_ids", "names an expert twice for one token, expected distinct ids")
+            raise bad_call("layer", "has no MLP block of its own in this family; its experts cannot be called alone")
+        check_experts_tensors(x_TD, topk, moe, num_experts_per_token=self._spec.num_experts_per_token)
 
     def num_expert_layers(self) -> dict[str, int]:
         """MoE layers computed since the start, by expert backend; those of replayed graphs count, too."""
@@ -410,11 +393,7 @@ class ModelRunner:
             if moe.layer == layer:
                 return moe
         known = [moe.layer for moe in self._spec.moe_layers]
-        raise _bad_call("layer", f"is {layer}, expected one of the MoE layers {known}")
+        raise bad_call("layer", f"is {layer}, expected one of the MoE layers {known}")
 
     def _tensor(self, values: object) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
-
-
-def _bad_call(field: str, message: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"{field} {message}", reason="BAD_EXPERTS_CALL", field=field)

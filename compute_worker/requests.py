@@ -69,7 +69,7 @@ class OutputQueue:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limit: int) -> None:
-        self._loop = loop
+        self.loop = loop
         self._limit = limit
         self._unread = 0
         self._lock = threading.Lock()
@@ -77,13 +77,22 @@ class OutputQueue:
 
     def put(self, item: GenerateOutput | EpiloraError) -> bool:
         """Hands an answer over; False if the reader is too far behind, and the request should end."""
+        if not self._takes(item):
+            return False
+        # The loop is closed only when the process ends.
+        self.loop.call_soon_threadsafe(self.deliver, item)
+        return True
+
+    def _takes(self, item: GenerateOutput | EpiloraError) -> bool:
         with self._lock:
             if self._unread >= self._limit and not isinstance(item, EpiloraError):
                 return False
             self._unread += 1
-        # The loop is closed only when the process ends.
-        self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
-        return True
+            return True
+
+    def deliver(self, item: GenerateOutput | EpiloraError) -> None:
+        """The reader's side of put; in the event loop."""
+        self._queue.put_nowait(item)
 
     async def read(self) -> AsyncIterator[GenerateOutput]:
         """Answers until the last; raises the error that ended the request."""
@@ -96,6 +105,29 @@ class OutputQueue:
             yield item
             if item.finish is not Finish.NOT_YET:
                 return
+
+
+def put_all(items: list[tuple[Sequence, GenerateOutput | EpiloraError]]) -> list[Sequence]:
+    """OutputQueue.put of many items with one call into the event loop; the sequences whose reader is too far behind.
+
+    A sequence that takes one item no more takes none of its later ones either.
+    """
+    slow: dict[int, Sequence] = {}
+    taken: dict[asyncio.AbstractEventLoop, list[tuple[OutputQueue, GenerateOutput | EpiloraError]]] = {}
+    for sequence, item in items:
+        queue = sequence.outputs
+        if id(sequence) not in slow and queue._takes(item):
+            taken.setdefault(queue.loop, []).append((queue, item))
+        else:
+            slow[id(sequence)] = sequence
+    for loop, batch in taken.items():
+        loop.call_soon_threadsafe(_deliver_all, batch)
+    return list(slow.values())
+
+
+def _deliver_all(batch: list[tuple[OutputQueue, GenerateOutput | EpiloraError]]) -> None:
+    for queue, item in batch:
+        queue.deliver(item)
 
 
 _order = itertools.count()

@@ -53,6 +53,12 @@ def register_functions() -> None:
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_function)
 
 
+def compute_exactly() -> None:
+    """Products on a GPU accumulate in float32, and float32 ones take float32 inputs."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
 def choose_backend(settings: WorkerSettings, model: PreTrainedModel, spec: ModelSpec, device: torch.device) -> str:
     """Name of the expert backend; auto: on a GPU triton, or grouped where the kernels do not fit, and loop on a CPU.
 

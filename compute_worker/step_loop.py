@@ -68,7 +68,9 @@ class StepLoop:
         self._consensus = consensus
         self._expert_ratio = expert_steps_per_generate_step
         self._on_failure = on_failure
-        self._generate = GenerateStep(runner=runner, scheduler=scheduler, slot_of=control.slot_of)
+        self._generate = GenerateStep(
+            runner=runner, scheduler=scheduler, slot_of=control.slot_of, defers=runner.computes_beside
+        )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._stopping = False
@@ -164,6 +166,7 @@ class StepLoop:
 
     def _fail_all(self, error: EpiloraError) -> None:
         self._take_in()
+        self._generate.send()
         self._scheduler.fail_all(error)
         self._experts.fail_all(error)
         self._control.fail_all(error)
@@ -216,6 +219,7 @@ class StepLoop:
 
     def _generate_step(self, chunks: list[Chunk], num_tokens_per_rank: list[int]) -> bool:
         if not any(num_tokens_per_rank):
+            self._generate.send()
             return False
         start = time.perf_counter()
         self._generate.run(chunks, num_tokens_per_rank)

@@ -16,7 +16,7 @@ from compute_worker.kv_blocks import KVBlockPool
 from compute_worker.model_runner import ModelRunner
 from compute_worker.requests import Finish, GenerateOutput, GenerateRequest, OutputQueue, Sequence
 from compute_worker.scheduler import Scheduler
-from epilora.errors import FailedPreconditionError
+from epilora.errors import FailedPreconditionError, ResourceExhaustedError
 from epilora.model_spec import ModelSpec
 from epilora.placement import ExpertPlacement
 from epilora.settings import WorkerSettings
@@ -147,3 +147,23 @@ async def test_logits_that_are_no_numbers_end_their_request_alone(
     _run(runner, scheduler)
     tokens = [token for output in await _read(good) for token in output.token_ids]
     assert tokens == oracle.greedy(PROMPTS[2], NUM_TOKENS)
+
+
+async def test_a_step_that_defers_sends_with_the_next_one_or_when_told(runner: ModelRunner, oracle: Oracle) -> None:
+    scheduler = _scheduler(runner, 100)
+    sequence, slow = _add(scheduler, PROMPTS[1]), _add(scheduler, PROMPTS[2], limit=1)
+    step = GenerateStep(runner=runner, scheduler=scheduler, slot_of=lambda _: None, defers=True)
+    counts = []
+    while chunks := scheduler.plan():
+        step.run(chunks, [sum(chunk.length for chunk in chunks)])
+        await asyncio.sleep(0)
+        counts.append(sequence.outputs._queue.qsize())
+    # Prompt logits and a token from the first step, a token from each other one but the last.
+    assert counts == [0, 2, 3, 4, 5]
+    assert slow.cancelled
+    step.send()
+    outputs = await _read(sequence)
+    assert [token for output in outputs for token in output.token_ids] == oracle.greedy(PROMPTS[1], NUM_TOKENS)
+    assert outputs[-1].finish is Finish.LENGTH
+    with pytest.raises(ResourceExhaustedError):
+        await _read(slow)

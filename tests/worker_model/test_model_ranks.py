@@ -13,7 +13,7 @@ from worker_model_ranks import Results, run_ranks
 from worker_model_support import Chunk, Prompt, Rank, prompt_tokens, random_adapter, small_config, write_model
 
 from compute_worker.ep_group import EPGroup
-from compute_worker.model_runner import TopK
+from compute_worker.experts_call import TopK
 from epilora.settings import WorkerSettings
 
 RANKS = (2, 3, 4)
