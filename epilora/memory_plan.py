@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epilora.adapters.normal_form import AdapterTarget, LoraPair, NormalForm
+from epilora.adapters.normal_form import AdapterTarget, LoraPair, NormalForm, Region
 from epilora.adapters.peft_config import parse_peft_config
 from epilora.adapters.resolve import resolve_adapter
 from epilora.adapters.safetensors_header import parse_header, read_header_bytes
@@ -23,7 +23,8 @@ from epilora.model_spec import ModelSpec, MoELayerSpec
 from epilora.placement import ExpertPlacement
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-_SCALE_BYTES = 4
+_FLOAT_BYTES = 4
+"""Of scales, and of what DoRA and biases of lora_B become: float32 whatever the matrices are."""
 _MAX_HEADER_BYTES = 512 << 20
 
 
@@ -180,14 +181,22 @@ def _adapter_bytes(
     for (layer, _), by_expert in form.experts.items():
         present = [by_expert[expert] for expert in local[layer] if expert in by_expert]
         if present:
-            # Each slot has a scale, with a pair or without.
-            expert_bytes += sum(map(_elements, present)) * element_bytes + len(local[layer]) * _SCALE_BYTES
-    dense_bytes = sum(map(_elements, form.dense.values())) * element_bytes
+            # Each slot has a scale, and DoRA's factors, with a pair or without.
+            floats = 1 + _numel(present[0].magnitude)
+            expert_bytes += sum(map(_elements, present)) * element_bytes + len(local[layer]) * floats * _FLOAT_BYTES
+    saved = [tensor for module in form.saved.values() for tensor in (module.weight, module.bias) if tensor is not None]
+    elements = sum(map(_elements, form.dense.values())) + sum(math.prod(tensor.shape) for tensor in saved)
+    floats = sum(_numel(pair.magnitude) + _numel(pair.bias) for pair in form.dense.values())
+    dense_bytes = elements * element_bytes + floats * _FLOAT_BYTES
     return AdapterBytes(name=name, expert_bytes=expert_bytes, dense_bytes=dense_bytes)
 
 
 def _elements(pair: LoraPair) -> int:
     return math.prod(pair.a.shape) + math.prod(pair.b.shape)
+
+
+def _numel(region: Region | None) -> int:
+    return 0 if region is None else math.prod(region.shape)
 
 
 def _header_of(file: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from compute_worker.dora import row_gain
 from compute_worker.experts_modules import ExpertsTraits
 from compute_worker.model_description import load_spec_of_model
 from epilora.load_spec import MoEEPLoadSpec
+from epilora.memory_plan import plan_memory, read_adapter
 from epilora.model_spec import GateUpLayout, ModelSpec
 from epilora.placement import ExpertPlacement
 from tests.unit.epilora_adapters import write_adapter
@@ -67,6 +68,7 @@ def _check_against_peft(tmp_path: Path, adapted: Any, model: Path, **settings: A
     rank.runner.pool.activate(1, 0)
     (resident,) = rank.runner.pool.residents()
     assert resident.expert_bytes + resident.dense_bytes == rank.runner.pool.num_bytes()
+    _check_plan(tmp_path / "adapter", rank)
     with_adapter, without = rank.prefill([Prompt(tokens=TOKENS, slot=0), Prompt(tokens=TOKENS)])
     torch.testing.assert_close(with_adapter, expected, atol=1e-4, rtol=1e-4)
     assert (without - expected).abs().max() > 1e-2, "the adapter changes nothing: the test would prove nothing"
@@ -74,6 +76,15 @@ def _check_against_peft(tmp_path: Path, adapted: Any, model: Path, **settings: A
     plain = rank.prefill([Prompt(tokens=TOKENS), Prompt(tokens=TOKENS)])
     assert torch.equal(without, plain[1])
     torch.testing.assert_close(without, alone, atol=1e-5, rtol=1e-5)
+
+
+def _check_plan(adapter: Path, rank: Rank) -> None:
+    """`epilora plan` counts what the worker holds."""
+    form = read_adapter(adapter, rank.spec, max_lora_rank=64)
+    plans = plan_memory(rank.spec, rank.placement, {"a": form}, element_bytes=4, num_sequences=1)
+    (planned,) = plans[rank.group.ep_rank].adapters
+    (resident,) = rank.runner.pool.residents()
+    assert (planned.expert_bytes, planned.dense_bytes) == (resident.expert_bytes, resident.dense_bytes)
 
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -193,6 +204,8 @@ def _expert_logits(ep_rank: int, work: Path) -> dict[str, torch.Tensor]:
             path = work / f"{family}-{backend}-slice-{ep_rank}"
             rank.stage(write_adapter_slice(adapter, rank.spec, rank.load_spec, path), generation=1)
             rank.runner.pool.activate(1, 0)
+            if backend == "loop":
+                _check_plan(adapter, rank)
             counts = [0] * (num_ranks - 1) + [2 * len(TOKENS)]
             for kind, slot in (("adapter", 0), ("base", -1)):
                 rank.forget_blocks()
