@@ -73,6 +73,7 @@ def describe_model(path: Path) -> ModelDescription:
         max_position_embeddings=config.max_position_embeddings,
         dense_modules=_dense_modules(model, moe_layers),
         recurrent_layers=_recurrent_layers(model),
+        dense_elements=_dense_elements(model, moe_layers),
     )
 
 
@@ -160,6 +161,15 @@ def _dense_modules(model: PreTrainedModel, moe_layers: tuple[MoELayerSpec, ...])
             DenseModuleSpec(module=family.lm_head_path, in_features=head.in_features, out_features=head.out_features)
         )
     return tuple(found)
+
+
+def _dense_elements(model: PreTrainedModel, moe_layers: tuple[MoELayerSpec, ...]) -> int:
+    """Weights and stored tables that are no expert's; those of tied modules once."""
+    model.tie_weights()
+    experts = tuple(f"{layer.module}." for layer in moe_layers)
+    stored = model.state_dict(keep_vars=True)
+    unique = {id(tensor): tensor.numel() for name, tensor in stored.items() if not name.startswith(experts)}
+    return sum(unique.values())
 
 
 def _recurrent_layers(model: PreTrainedModel) -> tuple[RecurrentLayerSpec, ...]:

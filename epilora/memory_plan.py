@@ -25,6 +25,8 @@ from epilora.placement import ExpertPlacement
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FLOAT_BYTES = 4
 """Of scales, and of what DoRA and biases of lora_B become: float32 whatever the matrices are."""
+_SCALE_ENDING = "_scale_inv"
+"""Of names of factors that weights in fp8 have beside them."""
 _MAX_HEADER_BYTES = 512 << 20
 
 
@@ -106,12 +108,15 @@ def expert_elements(moe: MoELayerSpec) -> int:
 def dense_elements(model: ModelSpec) -> int:
     """Weights outside the routed experts.
 
-    From the weight files' headers. Without weight files from config.json, which leaves out norms and biases.
+    From the model's description where it has them, else from the weight files' headers. Without weight files from
+    config.json, which leaves out norms and biases.
 
     Raises:
         AdapterFormatError: a weight file is no safetensors file.
         InvalidArgumentError: the files hold fewer weights than the experts have.
     """
+    if model.dense_elements:
+        return model.dense_elements
     directory = Path(model.name)
     tied = bool(json.loads((directory / "config.json").read_bytes()).get("tie_word_embeddings"))
     lm_head = _family_of(model).lm_head_path
@@ -121,7 +126,8 @@ def dense_elements(model: ModelSpec) -> int:
     sizes: dict[str, int] = {}
     for file in files:
         for name, entry in _header_of(file).items():
-            if name != "__metadata__" and not (tied and name == f"{lm_head}.weight"):
+            is_weight = name != "__metadata__" and not name.endswith(_SCALE_ENDING)
+            if is_weight and not (tied and name == f"{lm_head}.weight"):
                 sizes[name] = math.prod(entry["shape"])
     experts = sum(moe.num_experts * expert_elements(moe) for moe in model.moe_layers)
     total = sum(sizes.values())

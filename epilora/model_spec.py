@@ -79,6 +79,7 @@ class ModelDescription:
     max_position_embeddings: int
     dense_modules: tuple[DenseModuleSpec, ...]
     recurrent_layers: tuple[RecurrentLayerSpec, ...]
+    dense_elements: int
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> ModelDescription:
@@ -115,6 +116,8 @@ class ModelSpec:
     has_tokenizer: bool
     recurrent_layers: tuple[RecurrentLayerSpec, ...] = ()
     """In order of layer."""
+    dense_elements: int = 0
+    """Weights outside the routed experts; 0 if only the files say."""
 
     @classmethod
     def from_directory(cls, path: Path) -> ModelSpec:
@@ -183,6 +186,7 @@ class ModelSpec:
             max_position_embeddings=description.max_position_embeddings,
             dense_modules=description.dense_modules,
             recurrent_layers=description.recurrent_layers,
+            dense_elements=description.dense_elements,
             eos_token_ids=_eos_token_ids(path, config),
             has_tokenizer=_has_tokenizer(path),
         )

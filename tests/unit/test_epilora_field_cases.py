@@ -53,6 +53,7 @@ def _described(path: Path, model_type: str, layout: GateUpLayout, module: str = 
         max_position_embeddings=64,
         dense_modules=(dense,),
         recurrent_layers=(),
+        dense_elements=0,
     )
     return ModelSpec.from_description(write_model(path, model_type=model_type), description)
 

@@ -102,6 +102,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dora on maps with biases": ("gpt_oss", {"use_dora": True, "target_modules": ["q_proj", "o_proj"]}),
     "dora on a shared expert": ("qwen2_moe", {"use_dora": True, "target_modules": ["up_proj", "shared_expert_gate"]}),
     "dora on latent attention": ("deepseek_v3", {"use_dora": True, "target_modules": ["q_b_proj", "kv_b_proj"]}),
+    "dora on a recurrent layer": (
+        "qwen3_next",
+        {"use_dora": True, "target_modules": ["in_proj_qkvz", "in_proj_ba", "out_proj"]},
+    ),
+    "a map of a recurrent layer": (
+        "jamba",
+        {"modules_to_save": ["x_proj"], "lora_bias": False, "target_modules": ["in_proj"]},
+    ),
     "dora on embedding and lm_head": ("qwen3_moe", {"use_dora": True, "target_modules": ["embed_tokens", "lm_head"]}),
     "biases of lora_B": ("gpt_oss", {"lora_bias": True, "target_modules": ["q_proj", "o_proj"]}),
     "a router": ("qwen3_moe", {"modules_to_save": ["mlp.gate"], "target_modules": ["q_proj"]}),

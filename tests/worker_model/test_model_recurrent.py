@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers.cache_utils import Cache, DynamicCache
@@ -228,3 +229,35 @@ def test_states_are_counted_and_limited(model: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=f"as much to spare, take {2 * place_bytes}") as caught:
         Rank(model, work=tmp_path, state_cache_bytes=2 * place_bytes - 1)
     assert caught.value.reason == "STATE_CACHE_TOO_SMALL"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10))
+def test_any_schedule_gives_the_logits_of_whole_prompts(model: Path, tmp_path: Path, seed: int) -> None:
+    """Sequences begin, go on in chunks of any length and end in any order, with adapters or without."""
+    random = np.random.default_rng(seed)
+    rank = Rank(model, work=tmp_path)
+    adapter = _adapter(rank)
+    rank.add_adapter(adapter, slot=0, work=tmp_path)
+    prompts = [
+        Prompt(tokens=prompt_tokens(100 * seed + n, int(random.integers(1, 24))), slot=n % 2 - 1) for n in range(6)
+    ]
+    blocks = [rank.blocks(24) for _ in prompts]
+    done, got = [0] * len(prompts), [list[torch.Tensor]() for _ in prompts]
+    while any(at < len(prompt.tokens) for at, prompt in zip(done, prompts, strict=True)):
+        chunks, numbers = [], []
+        for number in random.permutation(len(prompts)).tolist()[: random.integers(1, 5)]:
+            left = len(prompts[number].tokens) - done[number]
+            if left == 0:
+                continue
+            length = int(random.choice([1, min(2, left), random.integers(1, left + 1)]))
+            stop = done[number] + length
+            chunks.append(Chunk(prompt=prompts[number], start=done[number], stop=stop, blocks=blocks[number]))
+            numbers.append(number)
+            done[number] = stop
+        for number, logits in zip(numbers, rank.step(chunks) if chunks else [], strict=True):
+            got[number].append(logits)
+    for prompt, parts in zip(prompts, got, strict=True):
+        expected = reference_logits(model, adapter if prompt.slot == 0 else None, rank.spec, prompt.tokens)
+        # transformers' own decode steps are up to 2e-4 off its own whole prompts.
+        torch.testing.assert_close(torch.cat(parts), expected, atol=5e-4, rtol=5e-4)

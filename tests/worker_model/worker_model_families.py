@@ -219,7 +219,7 @@ _QWEN_VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "num_heads": 2, "
 
 MULTIMODAL: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama4": (
-        {**_TEXT, **CONFIGS["llama4_text"]},
+        {**_TEXT, **CONFIGS["llama4_text"], "num_experts_per_tok": 1},
         {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16},
     ),
     "qwen3_vl_moe": (

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from worker_model_files import write_adapter_slice
 from worker_model_support import Prompt, Rank
 
@@ -25,13 +26,18 @@ def exact_logits(
     model: Path, spec: ModelSpec, tokens: Sequence[int], lora_rank: int = LORA_RANK, *, dora: bool = False
 ) -> torch.Tensor:
     """float64 [len(tokens), V] of the model with the reference deltas, and with DoRA's magnitudes of single experts."""
-    merged = AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    whole = type(AutoConfig.from_pretrained(model)) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    merged = (
+        (AutoModelForImageTextToText if whole else AutoModelForCausalLM)
+        .from_pretrained(model, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager")
+        .eval()
+    )
     with torch.no_grad():
         for (layer, projection, expert), delta in reference_deltas(spec, lora_rank).items():
             moe = next(moe for moe in spec.moe_layers if moe.layer == layer)
-            module = merged.get_submodule(moe.module)
+            module = merged.get_submodule(
+                moe.module.replace("model.", "model.language_model.", 1) if whole else moe.module
+            )
             traits = ExpertsTraits.of(module)
             assert traits is not None
             weight = (module.down_proj if projection == "down" else getattr(module, traits.first_name))[expert]

@@ -12,7 +12,7 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent.parent)]
 
 import torch
-from worker_model_families import CONFIGS, family_config
+from worker_model_families import CONFIGS, MULTIMODAL, family_config, write_multimodal
 from worker_model_layouts import DORA, exact_logits, layout_logits
 from worker_model_support import Rank, prompt_tokens, write_model
 
@@ -49,12 +49,15 @@ def layout_table(work: Path) -> str:
         "| --- |" + " --- |" * len(_LAYOUTS),
     ]
     for name, options in {**_OTHERS, **CONFIGS}.items():
-        rows.append(f"| `{name}` | " + " | ".join(_cells(name, options, work / name)) + " |")
+        write_model(family_config(name, options), work / name / "model")
+        rows.append(f"| `{name}` | " + " | ".join(_cells(name, work / name)) + " |")
+    for name in MULTIMODAL:
+        write_multimodal(name, work / name / "model")
+        rows.append(f"| `{name}` (text part) | " + " | ".join(_cells(name, work / name)) + " |")
     return "\n".join(rows) + "\n"
 
 
-def _cells(name: str, options: Mapping[str, Any], work: Path) -> list[str]:
-    write_model(family_config(name, options), work / "model")
+def _cells(name: str, work: Path) -> list[str]:
     rank = Rank(work / "model", work=work)
     tokens = prompt_tokens(3, 13)
     exact = {dora: exact_logits(work / "model", rank.spec, tokens, dora=dora).float() for dora in (False, True)}
