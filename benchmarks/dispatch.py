@@ -92,7 +92,8 @@ class Reference:
             return
         with dist._coalescing_manager(group=group.data_group, device=group.device):
             for received, send in zip(self._received, self._send, strict=True):
-                dist.all_gather_into_tensor(received, send, group=group.data_group)
+                # As bytes: tensors of one launch have one type.
+                dist.all_gather_into_tensor(received.view(torch.uint8), send.view(torch.uint8), group=group.data_group)
 
     def combine(self) -> None:
         """What arrived goes back as if computed."""

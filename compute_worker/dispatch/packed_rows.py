@@ -110,7 +110,7 @@ def pack_tokens(
 def unpack_tokens(
     layout: RowLayout, rows: torch.Tensor, names: Sequence[str], *, first: int, end: int
 ) -> ArrivedTokens:
-    """The tokens of rows, uint8 [N, row_bytes]; hidden states are a view of them.
+    """The tokens of rows, uint8 [N, row_bytes]; hidden states may be a view of them.
 
     Args:
         layout: of pack_tokens.
@@ -120,14 +120,21 @@ def unpack_tokens(
         end: physical expert after the last local slot.
     """
     x_ND, weight_NK, expert_NK, extra_NX = layout.views(rows)
-    if uses_kernels(x_ND):
-        from compute_worker.kernels.token_rows import unpack_rows
+    if not uses_kernels(x_ND):
+        return ArrivedTokens(
+            x_ND=x_ND,
+            slot_NK=local_slots(expert_NK, first, end),
+            weight_NK=weight_NK,
+            extras=dict(zip(names, extra_NX.t(), strict=True)),
+        )
+    from compute_worker.kernels.token_rows import unpack_rows
 
-        slot_NK, weight_NK, extra_XN = unpack_rows(rows.view(torch.int32), _words(layout), first=first, end=end)
-    else:
-        slot_NK, extra_XN = local_slots(expert_NK, first, end), extra_NX.t()
+    parts = unpack_rows(rows.view(torch.int32), _words(layout), first=first, end=end)
     return ArrivedTokens(
-        x_ND=x_ND, slot_NK=slot_NK, weight_NK=weight_NK, extras=dict(zip(names, extra_XN, strict=True))
+        x_ND=parts.x_NW.view(x_ND.dtype) if x_ND.shape[1] else x_ND,
+        slot_NK=parts.slot_NK,
+        weight_NK=parts.weight_NK,
+        extras=dict(zip(names, parts.extra_XN, strict=True)),
     )
 
 

@@ -25,7 +25,7 @@ def packed(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_tokens, num_rows", [(0, 0), (0, 3), (1, 1), (5, 17)])
-@pytest.mark.parametrize("width, top_k, num_extras", [(32, 8, 1), (6, 3, 0), (2050, 1, 3)])
+@pytest.mark.parametrize("width, top_k, num_extras", [(32, 8, 1), (6, 3, 0), (2050, 1, 3), (0, 8, 1)])
 def test_launches_equal_plain_code(
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
@@ -63,7 +63,7 @@ def test_unpack_example() -> None:
 
     words = RowWords(num_x_words=0, weight_at=0, expert_at=2, extra_at=4, num_words=4, top_k=2, num_extras=0)
     rows = torch.tensor([[0, 0, 4, 9], [0, 0, -1, 5]], dtype=torch.int32, device=DEVICE)
-    assert unpack_rows(rows, words, first=4, end=8)[0].tolist() == [[0, -1], [-1, 1]]
+    assert unpack_rows(rows, words, first=4, end=8).slot_NK.tolist() == [[0, -1], [-1, 1]]
 
 
 def test_sizes_are_checked() -> None:

@@ -28,6 +28,7 @@ ADAPTERS = {
 }
 PROMPT = [1, 2, 3, 4, 5]
 NUM_TOKENS = 24
+NUM_KILLED = 6
 COUNTED_SECONDS = 20.0
 
 
@@ -188,6 +189,7 @@ def test_the_load_spreads_as_planned(loaded: Service, models: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1800)
 def test_ranks_that_die_while_experts_move(start_service: Callable[..., Service], models: Path, adapters: Path) -> None:
     """Either placement, never a mixture: the answers stay, and a restarted group is as it was started."""
     service = start_service(models / "qwen3moe-T", ranks=2)
@@ -195,7 +197,7 @@ def test_ranks_that_die_while_experts_move(start_service: Callable[..., Service]
         service.load(name, adapters / source)
     before, started = answers(service), placement_of(service)
     rng = random.Random(8)
-    for _ in range(6):
+    for _ in range(NUM_KILLED):
         traffic = Traffic(service, before)
         killer = threading.Timer(
             rng.uniform(0.0, 0.4), service.kill, args=[service.worker_pid(rng.randrange(service.ranks))]

@@ -17,7 +17,7 @@ from worker_model_support import small_config
 
 from compute_worker.adapter_buffers import AdapterTensors
 from compute_worker.dispatch.all_to_all import AllToAllDispatcher, needed_by_rank
-from compute_worker.dispatch.allgather_reducescatter import AllGatherDispatcher
+from compute_worker.dispatch.allgather_reducescatter import SPLIT_BYTES, AllGatherDispatcher
 from compute_worker.dispatch.base import Dispatcher
 from compute_worker.dispatch.local import LocalDispatcher
 from compute_worker.dispatch.sequence_parallel import SequenceParallelDispatcher, part_of
@@ -199,7 +199,11 @@ def rank_main(ep_rank: int, work: Path) -> Results:
 
 
 def _run_case(case: Case, model: ModelSpec, group: EPGroup, pairs: list[dist.ProcessGroup]) -> Results:
-    inner = AllToAllDispatcher(group) if case.backend == "all_to_all" else AllGatherDispatcher(group)
+    # Both forms of rows: hidden states packed, and beside them.
+    split_bytes = 0 if case.placement == "round_robin" else SPLIT_BYTES
+    inner: AllToAllDispatcher | AllGatherDispatcher = AllGatherDispatcher(group, split_bytes=split_bytes)
+    if case.backend == "all_to_all":
+        inner = AllToAllDispatcher(group)
     dispatcher: Dispatcher = inner
     if case.sp > 1:
         assert case.sp == 2, case
