@@ -12,6 +12,8 @@ RANKS ?= 2
 SERVE_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+# Files of tests that run at once; most of the time of one goes into waiting for processes that start.
+TEST_PROCESSES ?= 2
 BENCH ?= kernels
 BENCH_ARGS ?=
 OVERLAY ?= gpu
@@ -47,8 +49,8 @@ run: setup ## Serve the demo's checkpoint with its committed adapter, named poet
 	$(BIN)/epilora serve --model examples/demo/checkpoint --ranks $(RANKS) --adapter poet=examples/demo/per_expert_adapter
 
 .PHONY: test
-test: setup ## Run the tests: make test [PYTEST_ARGS="tests/deploy -k ports"]
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: setup ## Run the tests: make test [PYTEST_ARGS="tests/deploy -k ports"] [TEST_PROCESSES=2]
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: soak
 soak: setup ## Run the long tests: churn under traffic, killed processes

@@ -148,7 +148,8 @@ class ModelRunner:
         self.num_kv_blocks = cache.num_blocks
         self._attention = PagedAttention(cache)
         attach_attention(self._model, self._attention.forward, scales)
-        self.max_sequence_length = self._max_sequence_length(settings)
+        longest = min(model.max_position_embeddings, self.num_kv_blocks * self.kv_block_size)
+        self.max_sequence_length = min(settings.max_sequence_length or longest, longest)
         self._decode_steps = self._make_decode_steps(settings, cache)
 
     def _make_pool(
@@ -196,11 +197,6 @@ class ModelRunner:
         )
         self.mover.on_placed = steps.forget_graphs
         return steps
-
-    def _max_sequence_length(self, settings: WorkerSettings) -> int:
-        limit = self._spec.max_position_embeddings
-        capacity = self.num_kv_blocks * self.kv_block_size
-        return min(settings.max_sequence_length or limit, limit, capacity)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch | None, num_tokens_per_rank: Sequence[int]) -> torch.Tensor | None:
@@ -254,6 +250,11 @@ class ModelRunner:
             output = self._model(input_ids=inputs.token_ids, position_ids=inputs.positions, use_cache=False)
             logits_MV: torch.Tensor = output.logits[0].float()
             return logits_MV
+
+    def enter_thread(self) -> None:
+        """To be called once in a thread that computes: each has a current device of its own, for kernels and graphs."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -147,6 +147,7 @@ class StepLoop:
 
     def _run(self) -> None:
         try:
+            self._runner.enter_thread()
             with torch.inference_mode():
                 while self._turn():
                     pass

@@ -6,6 +6,7 @@ On a CPU Triton's interpreter runs the same kernels, and fixed steps run as they
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -237,6 +238,12 @@ def ranks_main(ep_rank: int, work: Path) -> Results:
     for slot, adapter in enumerate(adapters_of(rank.spec)):
         rank.add_adapter(adapter, slot=slot, work=work)
     own = [PROMPTS[:3], PROMPTS[3:]][ep_rank]
+    with ThreadPoolExecutor(1, initializer=rank.runner.enter_thread) as thread:
+        # As in the service: built in one thread, stepped in another.
+        return thread.submit(decode_both, rank, own, ep_rank).result()
+
+
+def decode_both(rank: Rank, own: list[Prompt], ep_rank: int) -> Results:
     results = {"both": decode_last(rank, own, [PROMPTS[:3], PROMPTS[3:]])}
     results["alone"] = decode_last(rank, own if ep_rank == 0 else [], [PROMPTS[:3], []])
     return results
