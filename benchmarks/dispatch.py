@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -135,16 +136,54 @@ class Ours:
         """Brings results back."""
         return self._dispatcher.combine(y_ND, handle)
 
-    def error(self) -> float:
-        """Relative error of the result where expert e multiplies by e + 1."""
+    def layer(self) -> torch.Tensor:
+        """A whole layer, where expert e multiplies by e + 1."""
         arrived, handle = self.dispatch()
         first = self._rank_offsets[self._group.ep_rank]
         factor_N = (arrived.weight_NK * torch.where(arrived.slot_NK < 0, 0, arrived.slot_NK + first + 1)).sum(dim=1)
         part_ND = (arrived.x_ND.float() * factor_N.unsqueeze(1)).to(arrived.x_ND.dtype)
-        y_TD = self.combine(part_ND, handle).float()
-        inputs = self._inputs
+        return self.combine(part_ND, handle)
+
+    def check(self, *, replays: bool) -> None:
+        """SystemExit unless a layer gives what one rank computes, the same bits each time, and replayed as a graph."""
+        inputs, y_TD = self._inputs, self.layer()
         expected = inputs.x_TD.float() * (inputs.weight_TK * (inputs.expert_TK + 1)).sum(dim=1, keepdim=True)
-        return float((y_TD - expected).norm() / expected.norm())
+        error = float((y_TD.float() - expected).norm() / expected.norm())
+        what = f"{type(self._dispatcher).__name__}, {tuple(inputs.x_TD.shape)}"
+        if not error <= MAX_RELATIVE_ERROR:
+            raise SystemExit(f"{what}: relative error {error:.3g}, expected at most {MAX_RELATIVE_ERROR}")
+        if not torch.equal(self.layer(), y_TD):
+            raise SystemExit(f"{what}: two runs differ")
+        if replays and inputs.x_TD.is_cuda:
+            graph = captured(self.layer, 1)
+            for _ in range(3):
+                graph.replay()
+            if not torch.equal(graph.outputs[0], y_TD):
+                raise SystemExit(f"{what}: a replayed graph differs from a run")
+
+
+class Graph:
+    """Calls captured as one CUDA graph, and what they returned."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: list[torch.Tensor]) -> None:
+        self._graph = graph
+        self.outputs = outputs
+
+    def replay(self) -> None:
+        """Runs them again."""
+        self._graph.replay()
+
+
+def captured(call: Callable[[], Any], count: int) -> Graph:
+    """Captures a call several times in a row."""
+    for _ in range(WARM_UP):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # The process group's own thread looks at events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        outputs = [call() for _ in range(count)]
+    return Graph(graph, outputs)
 
 
 class Clock:
@@ -157,12 +196,7 @@ class Clock:
         """As a CUDA graph of several calls; as it is on a CPU."""
         if self._group.device.type != "cuda":
             return self.eager_us(call)
-        for _ in range(WARM_UP):
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            kept = [call() for _ in range(CALLS)]
+        graph = captured(call, CALLS)
         times = []
         for _ in range(REPLAYS + WARM_UP):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -171,7 +205,6 @@ class Clock:
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end) * 1000 / CALLS)
-        del kept
         return self._slowest(statistics.median(times[WARM_UP:]))
 
     def eager_us(self, call: Callable[[], object]) -> float:
@@ -199,9 +232,7 @@ class Clock:
 def measure_cell(group: EPGroup, backend: str, inputs: Inputs, *, with_slots: bool) -> dict[str, object]:
     """One cell of the results."""
     ours = Ours(group, backend, inputs, with_slots=with_slots)
-    error = ours.error()
-    if not error <= MAX_RELATIVE_ERROR:
-        raise SystemExit(f"{backend}, {inputs.x_TD.shape}: relative error {error:.3g}, expected {MAX_RELATIVE_ERROR}")
+    ours.check(replays=backend != "all_to_all")
     reference, clock = Reference(group, inputs, with_slots=with_slots), Clock(group)
     time_us = clock.eager_us if backend == "all_to_all" else clock.graph_us
     arrived, handle = ours.dispatch()

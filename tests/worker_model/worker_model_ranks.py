@@ -19,7 +19,9 @@ _DEADLINE_SECONDS = 240.0
 Results = dict[str, Any]
 
 
-def run_ranks(num_ranks: int, function: Callable[[int, Path], Results], work: Path) -> list[Results]:
+def run_ranks(
+    num_ranks: int, function: Callable[[int, Path], Results], work: Path, *, deadline_seconds: float = _DEADLINE_SECONDS
+) -> list[Results]:
     """The result of function(ep_rank, work) of every rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -33,7 +35,7 @@ def run_ranks(num_ranks: int, function: Callable[[int, Path], Results], work: Pa
     for process in processes:
         process.start()
     for process in processes:
-        process.join(_DEADLINE_SECONDS)
+        process.join(deadline_seconds)
     alive = [process for process in processes if process.is_alive()]
     for process in alive:
         process.kill()
