@@ -246,7 +246,26 @@ def ranks_main(ep_rank: int, work: Path) -> Results:
 def decode_both(rank: Rank, own: list[Prompt], ep_rank: int) -> Results:
     results = {"both": decode_last(rank, own, [PROMPTS[:3], PROMPTS[3:]])}
     results["alone"] = decode_last(rank, own if ep_rank == 0 else [], [PROMPTS[:3], []])
+    results["beside a prompt"] = decode_beside_a_prompt(rank, ep_rank)
     return results
+
+
+def decode_beside_a_prompt(rank: Rank, ep_rank: int) -> list[torch.Tensor]:
+    """Rank 0 prefills a prompt, as it is, while rank 1 decodes with fixed shapes: one bucket for both."""
+    rank.forget_blocks()
+    decoding, prompt = PROMPTS[3:], PROMPTS[2]
+    chunks = [Chunk(prompt=p, start=0, stop=len(p.tokens) - 1, blocks=rank.blocks(len(p.tokens))) for p in decoding]
+    rank.step(chunks if ep_rank == 1 else [], [0, sum(chunk.stop for chunk in chunks)])
+    counts = [len(prompt.tokens), len(decoding)]
+    before = rank.runner.num_steps_by_form()
+    if ep_rank == 0:
+        logits = [rank.prefill([prompt], counts)[0][-1].cpu()]
+    else:
+        last = [Chunk(prompt=c.prompt, start=c.stop, stop=c.stop + 1, blocks=c.blocks) for c in chunks]
+        logits = [logits[0].cpu() for logits in rank.step(last, counts)]
+    after = rank.runner.num_steps_by_form()
+    assert (after["eager"] > before["eager"]) == (ep_rank == 0), (before, after)
+    return logits
 
 
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="a GPU a rank, or none")
@@ -262,4 +281,7 @@ def test_two_ranks_pad_to_one_bucket(tmp_path: Path) -> None:
     for mine, other in zip(results[0]["both"] + results[1]["both"], expected, strict=True):
         torch.testing.assert_close(mine, other, **TOLERANCE)
     for mine, other in zip(results[0]["alone"], expected[:3], strict=True):
+        torch.testing.assert_close(mine, other, **TOLERANCE)
+    beside = [*results[0]["beside a prompt"], *results[1]["beside a prompt"]]
+    for mine, other in zip(beside, expected[2:], strict=True):
         torch.testing.assert_close(mine, other, **TOLERANCE)
