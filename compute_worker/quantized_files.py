@@ -132,6 +132,8 @@ class Mxfp4Weights:
 
     def __init__(self, files: CheckpointFiles) -> None:
         self._files = files
+        # The lower half of a byte is the weight that comes first.
+        self._of_byte = torch.tensor([(_FP4_VALUES[byte & 0xF], _FP4_VALUES[byte >> 4]) for byte in range(256)])
         self._stored = files.keys()
         keys = set(self._stored)
         self._packed = {
@@ -164,7 +166,5 @@ class Mxfp4Weights:
             return self._files.tensor(key)[expert]
         packed = self._files.tensor(key + _MXFP4_BLOCKS)[expert]
         exponent = self._files.tensor(key + _MXFP4_SCALES)[expert].to(torch.int32) - _MXFP4_EXPONENT_BIAS
-        values = torch.tensor(_FP4_VALUES, dtype=torch.float32)
-        # The lower half of a byte is the weight that comes first.
-        weights = values[torch.stack([packed & 0xF, packed >> 4], dim=-1).long()].flatten(-2)
+        weights = self._of_byte.index_select(0, packed.flatten().to(torch.int32)).view(*packed.shape[:-1], -1)
         return torch.ldexp(weights, exponent.unsqueeze(-1)).flatten(-2).t()
