@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from epilora.adapters.peft_config import parse_peft_config
 from epilora.adapters.resolve import resolve_adapter
 from epilora.adapters.safetensors_header import parse_header, read_header_bytes
 from epilora.errors import InvalidArgumentError, NotFoundError
-from epilora.families import GateUpLayout, ModelFamily, family_of
+from epilora.families import GateUpLayout, ModelFamily, Projection, family_of
 from epilora.model_spec import ModelSpec, MoELayerSpec
 from epilora.placement import ExpertPlacement
 
@@ -66,6 +66,7 @@ def plan_memory(
     *,
     element_bytes: int,
     num_sequences: int,
+    expert_tp: int = 1,
 ) -> tuple[RankPlan, ...]:
     """What every rank will hold.
 
@@ -76,7 +77,12 @@ def plan_memory(
             the lora ranks of a projection equal, so adapters of mixed ranks take more there.
         element_bytes: of a weight, see ELEMENT_BYTES.
         num_sequences: that run at once on each rank.
+        expert_tp: ranks that share each expert; the placement's rank i is ranks expert_tp * i and those after it.
+
+    Raises:
+        InvalidArgumentError: reason EXPERT_TP; the width of an expert does not split evenly.
     """
+    _check_widths(model, expert_tp)
     sequence_bytes = sum(
         layer.conv_elements * element_bytes + layer.recurrent_bytes for layer in model.recurrent_layers
     )
@@ -85,18 +91,29 @@ def plan_memory(
     for ep_rank in range(placement.num_ranks):
         local = {moe.layer: placement.local_experts(moe.layer, ep_rank) for moe in model.moe_layers}
         elements = sum(len(local[moe.layer]) * expert_elements(moe) for moe in model.moe_layers)
-        plans.append(
-            RankPlan(
-                ep_rank=ep_rank,
-                num_experts=sum(map(len, local.values())),
-                base_expert_bytes=elements * element_bytes,
-                base_dense_bytes=dense_bytes,
-                # One place is spare.
-                state_bytes=(num_sequences + 1) * sequence_bytes,
-                adapters=tuple(_adapter_bytes(name, form, local, element_bytes) for name, form in adapters.items()),
-            )
+        plan = RankPlan(
+            ep_rank=ep_rank,
+            num_experts=sum(map(len, local.values())),
+            base_expert_bytes=elements // expert_tp * element_bytes,
+            base_dense_bytes=dense_bytes,
+            # One place is spare.
+            state_bytes=(num_sequences + 1) * sequence_bytes,
+            adapters=tuple(
+                _adapter_bytes(name, form, local, element_bytes, expert_tp) for name, form in adapters.items()
+            ),
         )
+        plans += [replace(plan, ep_rank=expert_tp * ep_rank + part) for part in range(expert_tp)]
     return tuple(plans)
+
+
+def _check_widths(model: ModelSpec, expert_tp: int) -> None:
+    for moe in model.moe_layers:
+        if moe.intermediate_size % expert_tp:
+            raise InvalidArgumentError(
+                f"{expert_tp} ranks cannot share the experts of layer {moe.layer}, whose width is"
+                f" {moe.intermediate_size}",
+                reason="EXPERT_TP",
+            )
 
 
 def expert_elements(moe: MoELayerSpec) -> int:
@@ -181,20 +198,28 @@ def _family_of(model: ModelSpec) -> ModelFamily:
 
 
 def _adapter_bytes(
-    name: str, form: NormalForm, local: Mapping[int, tuple[int, ...]], element_bytes: int
+    name: str, form: NormalForm, local: Mapping[int, tuple[int, ...]], element_bytes: int, expert_tp: int
 ) -> AdapterBytes:
     expert_bytes = 0
-    for (layer, _), by_expert in form.experts.items():
+    for (layer, projection), by_expert in form.experts.items():
         present = [by_expert[expert] for expert in local[layer] if expert in by_expert]
         if present:
             # Each slot has a scale, and DoRA's factors, with a pair or without.
             floats = 1 + _numel(present[0].magnitude)
-            expert_bytes += sum(map(_elements, present)) * element_bytes + len(local[layer]) * floats * _FLOAT_BYTES
+            is_down = projection is Projection.DOWN
+            elements = sum(_part_elements(pair, is_down=is_down, expert_tp=expert_tp) for pair in present)
+            expert_bytes += elements * element_bytes + len(local[layer]) * floats * _FLOAT_BYTES
     saved = [tensor for module in form.saved.values() for tensor in (module.weight, module.bias) if tensor is not None]
     elements = sum(map(_elements, form.dense.values())) + sum(math.prod(tensor.shape) for tensor in saved)
     floats = sum(_numel(pair.magnitude) + _numel(pair.bias) for pair in form.dense.values())
     dense_bytes = elements * element_bytes + floats * _FLOAT_BYTES
     return AdapterBytes(name=name, expert_bytes=expert_bytes, dense_bytes=dense_bytes)
+
+
+def _part_elements(pair: LoraPair, *, is_down: bool, expert_tp: int) -> int:
+    """Of a pair, one matrix is split: the one whose side is the expert's width."""
+    a, b = math.prod(pair.a.shape), math.prod(pair.b.shape)
+    return a // expert_tp + b if is_down else a + b // expert_tp
 
 
 def _elements(pair: LoraPair) -> int:

@@ -33,6 +33,7 @@ def plan(
         str | None,
         typer.Option(metavar="HOST:PORT", help="Place experts by the rows that this running service counted."),
     ] = None,
+    expert_tp: Annotated[int, typer.Option(min=1, help="Ranks that share each expert (EPILORA_EXPERT_TP).")] = 1,
     redundant: Annotated[
         int, typer.Option(min=0, help="With --load-from: further copies of busy experts in each layer.")
     ] = 0,
@@ -58,16 +59,26 @@ def plan(
         raise typer.BadParameter("--load-from makes a placement; give it or --placement, not both")
     if redundant and not load_from:
         raise typer.BadParameter("--redundant chooses busy experts; give --load-from with it")
+    if ranks % expert_tp:
+        raise typer.BadParameter(f"--expert-tp {expert_tp} does not divide --ranks {ranks}")
+    num_placed = ranks // expert_tp
     try:
         spec = read_model(model)
-        balance = _balance(load_from, spec, ranks, redundant) if load_from else None
-        placed = balance.placement if balance else ExpertPlacement.make(placement or "linear", spec, ranks)
+        balance = _balance(load_from, spec, num_placed, redundant) if load_from else None
+        placed = balance.placement if balance else ExpertPlacement.make(placement or "linear", spec, num_placed)
         forms = {}
         for text in adapter or []:
             name, separator, directory = text.rpartition("=")
             path = Path(directory.removeprefix("file://"))
             forms[name if separator else path.name] = read_adapter(path, spec, max_lora_rank=max_lora_rank)
-        plans = plan_memory(spec, placed, forms, element_bytes=element_bytes_of(spec, dtype), num_sequences=sequences)
+        plans = plan_memory(
+            spec,
+            placed,
+            forms,
+            element_bytes=element_bytes_of(spec, dtype),
+            num_sequences=sequences,
+            expert_tp=expert_tp,
+        )
     except EpiloraError as error:
         raise fail(error) from None
     if save:
@@ -125,7 +136,7 @@ def _table(model: ModelSpec, placement: ExpertPlacement, plans: tuple[RankPlan, 
     for rank in plans:
         sizes = [rank.base_expert_bytes, rank.base_dense_bytes, *[rank.state_bytes][: len(states)]]
         sizes += [adapter.expert_bytes + adapter.dense_bytes for adapter in rank.adapters]
-        experts = ranges(placement.local_experts(first, rank.ep_rank))
+        experts = ranges(placement.local_experts(first, rank.ep_rank * placement.num_ranks // len(plans)))
         table.add_row(str(rank.ep_rank), experts, *map(format_bytes, [*sizes, rank.total_bytes]))
     return table
 

@@ -235,6 +235,11 @@ def test_shared_experts_are_served_and_moved(
     assert placement_of(service).num_ranks == 2
     whole, parts = loaded.memory(), service.memory()
     assert sum(rank.base_expert_bytes for rank in parts) == sum(rank.base_expert_bytes for rank in whole)
+    model = ModelSpec.from_directory(models / "qwen3moe-T")
+    forms = {name: read_adapter(adapters / source, model, max_lora_rank=512) for name, source in ADAPTERS.items()}
+    plans = plan_memory(model, placement_of(service), forms, element_bytes=4, num_sequences=1, expert_tp=2)
+    planned = [sum(adapter.expert_bytes + adapter.dense_bytes for adapter in plan.adapters) for plan in plans]
+    assert [rank.adapter_bytes for rank in parts] == planned
     traffic = Traffic(service, expected)
     traffic.wait_for(2)
     rebalance(service, "--redundant", "2")

@@ -14,6 +14,7 @@ from worker_model_support import FIXTURES, Rank, fixture_adapter, small_config, 
 from compute_worker.model_description import describe_model
 from epilora.cli.app import app
 from epilora.cli.plan import ranges
+from epilora.errors import InvalidArgumentError
 from epilora.memory_plan import plan_memory, read_adapter
 from epilora.model_spec import ModelDescription, ModelSpec
 from epilora.placement import ExpertPlacement
@@ -95,6 +96,24 @@ def test_ranks_share_the_experts_and_repeat_the_rest(tmp_path: Path) -> None:
         assert {rank.adapters[0].dense_bytes for rank in ranks} == {one.adapters[0].dense_bytes}
         per_expert = one.adapters[0].expert_bytes // one.num_experts
         assert [r.adapters[0].expert_bytes for r in ranks] == [r.num_experts * per_expert for r in ranks]
+
+
+def test_ranks_that_share_experts_hold_parts() -> None:
+    spec = ModelSpec.from_directory(FIXTURES / "models" / "qwen3moe-T")
+    form = read_adapter(FIXTURES / "adapters" / "peft-0.21.2" / "qwen3moe-T-both", spec, max_lora_rank=512)
+    placement = ExpertPlacement.make("linear", spec, 2)
+    whole = plan_memory(spec, placement, {"a": form}, element_bytes=4, num_sequences=1)
+    parts = plan_memory(spec, placement, {"a": form}, element_bytes=4, num_sequences=1, expert_tp=2)
+    assert [rank.ep_rank for rank in parts] == [0, 1, 2, 3]
+    for part in parts:
+        rank = whole[part.ep_rank // 2]
+        assert (part.num_experts, part.base_dense_bytes) == (rank.num_experts, rank.base_dense_bytes)
+        assert 2 * part.base_expert_bytes == rank.base_expert_bytes
+        assert rank.adapters[0].expert_bytes < 2 * part.adapters[0].expert_bytes < 2 * rank.adapters[0].expert_bytes
+    with pytest.raises(InvalidArgumentError, match="7 ranks cannot share the experts"):
+        plan_memory(spec, placement, {}, element_bytes=4, num_sequences=1, expert_tp=7)
+    report = run("--model", FIXTURES / "models" / "qwen3moe-T", "--ranks", 4, "--expert-tp", 2)
+    assert [rank["base_expert_bytes"] for rank in report["ranks"]] == [part.base_expert_bytes for part in parts]
 
 
 def test_config_alone_is_enough(tmp_path: Path) -> None:
