@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -113,17 +114,18 @@ def _metadata(spec: MoEEPLoadSpec) -> SliceMetadata:
         model_digest=spec.model_digest,
         placement_id=spec.placement_id,
         ep_rank=spec.ep_rank,
-        adapter_digest="",
     )
 
 
 def run(work: Path, repeats: int) -> dict[str, Any]:
     """All numbers."""
+    load = os.getloadavg()[0]
     num_tensors = write_hollow_adapter(work / "adapter")
     write_model(work / "model")
     with_model = ["inspect", str(work / "adapter"), "--model", str(work / "model"), "--ep", str(EP_RANKS)]
     return {
-        "hardware": "CPU",
+        "hardware": f"{os.cpu_count()} CPU cores",
+        "load_average_before": load,
         "num_tensors": num_tensors,
         "file_bytes": (work / "adapter" / "adapter_model.safetensors").stat().st_size,
         "command_seconds": {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from pathlib import Path
 from typing import Annotated
@@ -44,8 +43,6 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
     """Shows what is in an adapter, and whether it would be served; exit code 1: it would not. Reads headers only."""
-    # Tens of thousands of small objects, all of which live to the end: nothing to collect.
-    gc.disable()
     try:
         spec = None if model is None else read_model(model)
         hints = LayoutHints(swapped=swapped, expert_rank_from_shape=rank_from_shape)
