@@ -60,5 +60,8 @@ def _enter(ep_rank: int, num_ranks: int, port: int, function: Callable[[int, Pat
         (work / f"error-{ep_rank}").write_text(traceback.format_exc())
         # Other ranks wait for this one in a collective; their connection must break.
         os._exit(1)
+    if torch.cuda.is_initialized():
+        # A captured graph holds its communicator: destroying the group would wait for the graph's end.
+        os._exit(0)
     dist.destroy_process_group()
     sys.exit(0)
