@@ -95,7 +95,7 @@ def resolve_adapter(
             _place(pair, target, config, found)
     if found.left_over and not allow_partial:
         raise _unknown_tensors(found.left_over, len(header.tensors), config)
-    _check_saved(saved, found, config, allow_partial)
+    _check_saved(saved, found, config, target.family.tied_paths, allow_partial)
     layout = _one_layout(found.layouts)
     experts: Mapping[_Place, Mapping[int, LoraPair]] = {**found.singles, **found.packed}
     if found.stacked:
@@ -156,7 +156,16 @@ def _place_expert(pair: Pair, module: ExpertModule, config: PeftConfig, found: _
     found.note_rank(pair.module, config.ranks.value_of(pair.module), resolved.lora_rank)
 
 
-def _check_saved(saved: SavedModules, found: _Found, config: PeftConfig, allow_partial: bool) -> None:
+def _check_saved(
+    saved: SavedModules, found: _Found, config: PeftConfig, tied_paths: Sequence[str], allow_partial: bool
+) -> None:
+    if config.ties_embeddings and any(module in found.dense or module in saved.modules for module in tied_paths):
+        raise AdapterFormatError(
+            "adapter_config.json: ensure_weight_tying is true: what the adapter has for the embedding counts for "
+            "lm_head, too; such adapters are not supported",
+            reason="UNSUPPORTED_ADAPTER",
+            metadata={"config_field": "ensure_weight_tying"},
+        )
     both = [module for module in saved.modules if module in found.dense]
     if both:
         raise AdapterFormatError(
@@ -302,13 +311,6 @@ def _warnings(config: PeftConfig, target: AdapterTarget, found: _Found) -> list[
         warnings.append(f"target_parameters names {named(stacked)}, but the file has no pair for stacked experts")
     if found.absent:
         warnings.append(f"{len(found.absent)} empty tensors stand for the gate that this model's experts do not have")
-    if config.ties_embeddings and any(module in found.dense for module in target.family.tied_paths):
-        raise AdapterFormatError(
-            "adapter_config.json: ensure_weight_tying is true: the pair of the embedding counts for lm_head, too; such "
-            "adapters are not supported",
-            reason="UNSUPPORTED_ADAPTER",
-            metadata={"config_field": "ensure_weight_tying"},
-        )
     if found.rank_differences:
         warnings.append(f"{len(found.rank_differences)} modules have another lora_rank than the config says")
     return warnings

@@ -143,6 +143,12 @@ REFUSED: dict[str, tuple[Tensors, dict[str, Any], str, str]] = {
         "SHAPE_MISMATCH",
         "vocabulary with new tokens",
     ),
+    "an embedding that is tied": (
+        _pair(Q_PROJ) | _ones("model.embed_tokens.weight", 64, 8),
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        "UNSUPPORTED_ADAPTER",
+        "counts for lm_head, too",
+    ),
     "a norm": (
         _pair(Q_PROJ) | _ones("model.norm.weight", 8),
         {"modules_to_save": ["norm"]},
