@@ -69,7 +69,7 @@ class Supervisor:
         workers = ChildSpec(
             name="workers",
             module="torch.distributed.run",
-            args=_torchelastic_args(options.num_ranks),
+            args=_torchelastic_args(options.num_ranks, options.run_dir / "torchelastic"),
             # Workers hold nothing that a stop could save, and are idle once the gateway has drained; torchelastic
             # would print a traceback for each SIGTERM. They end with it.
             stop_signal=signal.SIGKILL,
@@ -248,13 +248,15 @@ async def _serves(stub: adapter_service_pb2_grpc.AdapterServiceStub, name: str, 
     return bool(adapter.state == types_pb2.ADAPTER_STATE_SERVING and adapter.source == source)
 
 
-def _torchelastic_args(num_ranks: int) -> list[str]:
+def _torchelastic_args(num_ranks: int, log_dir: Path) -> list[str]:
     return [
         "--standalone",
         "--local-addr=127.0.0.1",
         f"--nproc-per-node={num_ranks}",
         "--max-restarts=1000000",
         "--monitor-interval=0.2",
+        # Nothing is written there, but without it each start leaves a directory in the system's one for such.
+        f"--log-dir={log_dir}",
         *("-m", "epilora.process", "0", "compute_worker"),
     ]
 
