@@ -22,7 +22,8 @@ import structlog
 import torch
 
 from compute_worker.adapter_tables import LaunchKey
-from compute_worker.paged_attention import FixedDecode, KVCache, SequenceSpan
+from compute_worker.kv_cache import KVCache
+from compute_worker.paged_attention import FixedDecode, SequenceSpan
 from compute_worker.step_batch import StepBatch
 
 NO_TOKENS = StepBatch(token_ids=[], positions=[], adapter_slots=[], sequences=[], logits_rows=[])

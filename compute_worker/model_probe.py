@@ -22,7 +22,8 @@ from transformers.cache_utils import (
 )
 
 from compute_worker.dense_lora import DenseLora
-from compute_worker.paged_attention import AttentionForward, KVShape, LayerAttention, LayerInput, Visible
+from compute_worker.kv_cache import KVShape
+from compute_worker.paged_attention import AttentionForward, LayerAttention, LayerInput, Visible
 from compute_worker.query_scale import QueryScales
 from compute_worker.recurrent import attach_recurrent, recurrent_modules
 from compute_worker.recurrent_probe import RecurrentProbe

@@ -23,8 +23,9 @@ from compute_worker.expert_load import LoadOfAdapters
 from compute_worker.expert_shard import ExpertShard
 from compute_worker.experts_call import TopK, bad_call, check_experts_tensors
 from compute_worker.input_scaled_block import replace_blocks
+from compute_worker.kv_cache import KVCache
 from compute_worker.model_probe import ModelProbe, attach_attention, probe_model
-from compute_worker.paged_attention import KVCache, PagedAttention, SequenceSpan, prepare_step
+from compute_worker.paged_attention import PagedAttention, SequenceSpan, prepare_step
 from compute_worker.placement_move import Placed, PlacementMover
 from compute_worker.process_memory import anonymous_bytes
 from compute_worker.query_scale import QueryScales
@@ -81,8 +82,7 @@ class ModelRunner:
         assert placement.num_ranks * group.expert_tp == group.num_ranks, (placement.num_ranks, group)
         shard = ExpertShard.make(group.expert_tp_rank, group.expert_tp, model)
         register_functions()
-        if group.device.type == "cuda":
-            compute_exactly()
+        compute_exactly()
         self._device = group.device
         self.computes_beside = group.device.type == "cuda"
         self._num_ranks = group.num_ranks
@@ -111,8 +111,7 @@ class ModelRunner:
         self._current = CurrentStep()
         backend = choose_backend(settings, self._model, model, group.device)
         self._backend = backend
-        if backend == "triton" and group.device.type == "cuda":
-            use_fused_ops(self._model)
+        use_fused_ops(self._model, backend, group.device)
         make = make_experts(backend, settings)
         self._dispatcher = make_dispatcher(settings, group)
         self._layers = attach_expert_layers(

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from compute_worker.kv_cache import KVCache
+
 _CONTEXT_MULTIPLE = 16
 
 
@@ -38,62 +40,6 @@ class SequenceSpan:
     kv_len: int
     block_table: tuple[int, ...]
     place: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KVShape:
-    """What one position takes in one layer: Hkv heads of Dk and Dv elements."""
-
-    num_heads: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def num_elements(self) -> int:
-        """Of keys and values together."""
-        return self.num_heads * (self.key_dim + self.value_dim)
-
-
-class KVCache:
-    """Keys and values of all layers that attend.
-
-    Attributes:
-        k: layer -> [num_blocks * block_size + 2, Hkv, Dk].
-        v: layer -> the same with Dv.
-    """
-
-    def __init__(
-        self,
-        *,
-        shapes: Mapping[int, KVShape],
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.padding_slot = num_blocks * block_size
-        self.device = device
-        self.spare_slot = self.padding_slot + 1
-        slots = self.spare_slot + 1
-        self.k = {
-            layer: torch.zeros((slots, shape.num_heads, shape.key_dim), dtype=dtype, device=device)
-            for layer, shape in shapes.items()
-        }
-        self.v = {
-            layer: torch.zeros((slots, shape.num_heads, shape.value_dim), dtype=dtype, device=device)
-            for layer, shape in shapes.items()
-        }
-
-    def num_bytes(self) -> int:
-        """Of all storages."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in (*self.k.values(), *self.v.values()))
-
-    @staticmethod
-    def block_bytes(*, shapes: Mapping[int, KVShape], block_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one block in all layers."""
-        return sum(shape.num_elements for shape in shapes.values()) * block_size * dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

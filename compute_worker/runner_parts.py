@@ -27,7 +27,8 @@ from compute_worker.experts_grouped import RANK_MULTIPLE, GroupedBackend
 from compute_worker.experts_loop import LoopBackend
 from compute_worker.experts_modules import ExpertsTraits, gated_by_silu
 from compute_worker.experts_torch import TorchLayerExperts
-from compute_worker.paged_attention import KVCache, KVShape, paged_attention
+from compute_worker.kv_cache import KVCache, KVShape
+from compute_worker.paged_attention import paged_attention
 from compute_worker.state_cache import StateCache, StateShape
 from compute_worker.step_context import CurrentStep
 from epilora.errors import InvalidArgumentError
@@ -114,8 +115,10 @@ def make_experts(name: str, settings: WorkerSettings) -> MakeExperts:
     return lambda module, num_routed_experts: TorchLayerExperts(weights_of(module, num_routed_experts), backend)
 
 
-def use_fused_ops(model: PreTrainedModel) -> None:
-    """Norms and rotary embeddings by one kernel each, where they compute the same."""
+def use_fused_ops(model: PreTrainedModel, backend: str, device: torch.device) -> None:
+    """Norms and rotary embeddings by one kernel each, on a GPU with the triton backend, where they compute the same."""
+    if backend != "triton" or device.type != "cuda":
+        return
     from compute_worker.fused_norms import replace_rms_norms
     from compute_worker.fused_rotary import replace_rotary
 
