@@ -33,8 +33,7 @@ peft = pytest.importorskip("peft")
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"num_experts": 5, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 16},
     "qwen3_moe": {"num_experts": 5, "moe_intermediate_size": 20, "head_dim": 8},
-    "gpt_oss": CONFIGS["gpt_oss"],
-    "deepseek_v3": CONFIGS["deepseek_v3"],
+    **{name: CONFIGS[name] for name in ("gpt_oss", "deepseek_v3", "qwen3_next", "jamba")},
 }
 TOKENS = prompt_tokens(2, 11)
 
