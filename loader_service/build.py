@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from epilora.errors import AbortedError
 from epilora.settings import LoaderSettings
 from epilora.slices import LAYOUT_VERSION, SliceMetadata
 from epilora.v1 import loader_service_pb2, types_pb2
-from loader_service.cache import BuiltSlices, SliceCache
+from loader_service.allocation import LEAST_BYTES, PageAllocation
+from loader_service.cache import BuiltSlices, Room, SliceCache
 from loader_service.collection import paused_collection
 from loader_service.remote import RemoteSources, is_remote
 from loader_service.request import BuildRequest
@@ -83,15 +84,15 @@ class AdapterBuilder:
             BuildCancelledError: progress was cancelled.
         """
         progress.check()
-        with self._opened(request.source, identity, progress) as files:
-            with paused_collection:
+        with self._opened(request.source, identity, progress) as files, self._room(request, files) as room:
+            paths = [room.directory / f"ep_rank-{spec.ep_rank}.safetensors" for spec in request.load_specs]
+            with paused_collection, _allocated(room, paths, request, files):
                 form, report = self._understand(files, request)
                 plan = plan_slices(form, _slice_specs(request))
             progress.bytes_total = plan.size_bytes
-            entry_id = request.entry_id(identity)
+            room.resize(plan.size_bytes)
 
-            def write(directory: Path) -> BuiltSlices:
-                paths = [directory / f"ep_rank-{spec.ep_rank}.safetensors" for spec in request.load_specs]
+            def write(_: Path) -> BuiltSlices:
                 written = write_slices(plan, files.weights.descriptors, paths, progress)
                 if not files.weights.is_unchanged():
                     raise _changed(request.source)
@@ -101,11 +102,16 @@ class AdapterBuilder:
                 slices = _slices(request, plan, paths, written.digests)
                 return BuiltSlices(adapter_digest=identity.digest, slices=slices, report=report)
 
-            return self._cache.build(entry_id, plan.size_bytes, write, lease=lease, is_pinned=self.is_pinned(request))
+            return room.publish(request.entry_id(identity), write, lease=lease, is_pinned=self.is_pinned(request))
 
     def is_pinned(self, request: BuildRequest) -> bool:
         """True if the entry is to stay when it is idle."""
         return request.source in self._settings.cache_pinned_sources
+
+    def _room(self, request: BuildRequest, files: SourceFiles) -> AbstractContextManager[Room]:
+        """Where to write; the bytes that are expected are reserved if there are enough to be worth it."""
+        expected_bytes = sum(_expected_sizes(request, files))
+        return self._cache.room(expected_bytes if expected_bytes >= LEAST_BYTES else 0)
 
     @contextmanager
     def _opened(self, source: str, identity: SourceIdentity, progress: BuildProgress) -> Iterator[SourceFiles]:
@@ -138,6 +144,25 @@ class AdapterBuilder:
             hints=request.hints,
         )
         return form, make_report(header, config, form)
+
+
+def _expected_sizes(request: BuildRequest, files: SourceFiles) -> list[int]:
+    """Of each slice file, about: the part of the weights that the rank has of the experts. Exact sizes take a plan."""
+    sizes = []
+    for spec in request.load_specs:
+        num_local = sum(len(layer.local_experts) for layer in spec.layers)
+        num_experts = sum(layer.moe.num_experts for layer in spec.layers)
+        sizes.append(files.weights.file_bytes * num_local // max(1, num_experts))
+    return sizes
+
+
+def _allocated(
+    room: Room, paths: Sequence[Path], request: BuildRequest, files: SourceFiles
+) -> AbstractContextManager[object]:
+    """Gives the files pages while the block runs, if their bytes were reserved."""
+    if not room.size_bytes:
+        return nullcontext()
+    return PageAllocation(dict(zip(paths, _expected_sizes(request, files), strict=True)))
 
 
 def _slice_specs(request: BuildRequest) -> list[SliceSpec]:

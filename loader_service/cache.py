@@ -10,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +60,40 @@ class CacheState:
     budget_bytes: int
     num_builds: int
     num_leases: int
+
+
+class Room:
+    """Where one entry is written: a directory, and bytes of the budget reserved for it. See `SliceCache.room`."""
+
+    def __init__(self, cache: SliceCache, size_bytes: int) -> None:
+        self._cache = cache
+        self.size_bytes = size_bytes
+        """Reserved."""
+        self.directory = Path()
+        self._start = time.monotonic()
+
+    def resize(self, size_bytes: int) -> None:
+        """Reserves what the entry turned out to need. Raises what `SliceCache.build` raises."""
+        if size_bytes > self.size_bytes:
+            self._cache.reserve(size_bytes, held_bytes=self.size_bytes)
+            self.size_bytes = size_bytes
+
+    def publish(
+        self,
+        entry_id: str,
+        write: Callable[[Path], BuiltSlices],
+        *,
+        lease: str,
+        is_pinned: bool = False,
+        is_pulled: bool = False,
+    ) -> BuiltSlices:
+        """Has the entry written and makes it visible; see `SliceCache.build`."""
+        built = self._cache.publish(write(self.directory))
+        seconds = time.monotonic() - self._start
+        size_bytes = sum(piece.size_bytes for piece in built.slices)
+        entry = _Entry(built=built, size_bytes=size_bytes, seconds=seconds, is_pinned=is_pinned)
+        self._cache.add(entry_id, entry, lease=lease, is_pulled=is_pulled)
+        return built
 
 
 class SliceCache:
@@ -118,24 +153,37 @@ class SliceCache:
         Raises:
             ResourceExhaustedError: reason CACHE_FULL; over the budget, or no room in the filesystem.
         """
-        self._reserve(size_bytes)
-        start = time.monotonic()
+        with self.room() as room:
+            room.resize(size_bytes)
+            return room.publish(entry_id, write, lease=lease, is_pinned=is_pinned, is_pulled=is_pulled)
+
+    @contextmanager
+    def room(self, expected_bytes: int = 0) -> Iterator[Room]:
+        """A place to write an entry in; what is not published is removed when the block ends.
+
+        Args:
+            expected_bytes: reserved at once if they are free, without removing anything for them.
+        """
+        with self._lock:
+            is_free = self._taken_bytes() + expected_bytes <= self._budget_bytes
+            if not is_free or expected_bytes > self._store.free_bytes():
+                expected_bytes = 0
+            self._reserved_bytes += expected_bytes
+        room = Room(self, expected_bytes)
         try:
-            unfinished = self._store.make_unfinished()
-            try:
-                built = self._publish(write(unfinished))
-            finally:
-                self._store.discard(unfinished)
-            with self._lock:
-                self._entries[entry_id] = _Entry(
-                    built=built, size_bytes=size_bytes, seconds=time.monotonic() - start, is_pinned=is_pinned
-                )
-                self._num_builds += not is_pulled
-                self._add_lease(entry_id, lease)
+            room.directory = self._store.make_unfinished()
+            yield room
         finally:
+            self._store.discard(room.directory)
             with self._lock:
-                self._reserved_bytes -= size_bytes
-        return built
+                self._reserved_bytes -= room.size_bytes
+
+    def add(self, entry_id: str, entry: _Entry, *, lease: str, is_pulled: bool) -> None:
+        """Makes what was published an entry: for Room."""
+        with self._lock:
+            self._entries[entry_id] = entry
+            self._num_builds += not is_pulled
+            self._add_lease(entry_id, lease)
 
     def lease(self, entry_id: str, lease: str) -> BuiltSlices | None:
         """Adds a lease to an entry; None if there is no such entry."""
@@ -195,7 +243,8 @@ class SliceCache:
         self._store.release(built.paths)
         return True
 
-    def _publish(self, built: BuiltSlices) -> BuiltSlices:
+    def publish(self, built: BuiltSlices) -> BuiltSlices:
+        """Moves files into the store: for Room."""
         published: list[Path] = []
         try:
             for piece in built.slices:
@@ -230,14 +279,14 @@ class SliceCache:
             num_bytes -= entry.size_bytes
         return paths
 
-    def _make_room(self, size_bytes: int) -> None:
-        """Removes idle entries that a build of so many bytes needs gone."""
+    def _make_free(self, num_bytes: int) -> None:
+        """Removes idle entries so that there are so many bytes more, as far as that goes."""
         self._store.sweep()
         while True:
             free_bytes = self._store.free_bytes()
             with self._lock:
-                over_budget = self._taken_bytes() + size_bytes - self._budget_bytes
-                evicted = self._evict(max(over_budget, size_bytes - free_bytes))
+                over_budget = self._taken_bytes() + num_bytes - self._budget_bytes
+                evicted = self._evict(max(over_budget, num_bytes - free_bytes))
             if not evicted:
                 return
             # More than once, since what other entries share is not freed with an entry.
@@ -247,11 +296,16 @@ class SliceCache:
         """Of the budget. Needs the lock; a build that publishes meanwhile may be counted twice, never not at all."""
         return self._store.used_bytes + self._reserved_bytes
 
-    def _reserve(self, size_bytes: int) -> None:
-        self._make_room(size_bytes)
+    def reserve(self, size_bytes: int, *, held_bytes: int) -> None:
+        """Takes what is lacking of so many bytes from the budget, and removes idle entries for them: for Room.
+
+        Raises:
+            ResourceExhaustedError: reason CACHE_FULL; over the budget, or no room in the filesystem.
+        """
+        self._make_free(size_bytes - held_bytes)
         free_bytes = self._store.free_bytes()
         with self._lock:
-            used_bytes = self._taken_bytes()
+            used_bytes = self._taken_bytes() - held_bytes
             if used_bytes + size_bytes > self._budget_bytes:
                 raise ResourceExhaustedError(
                     f"the slices of this adapter take {size_bytes} bytes; the cache holds {used_bytes} of its "
@@ -259,14 +313,14 @@ class SliceCache:
                     reason="CACHE_FULL",
                     metadata={"needed": size_bytes, "used": used_bytes, "budget": self._budget_bytes},
                 )
-            if size_bytes > free_bytes:
+            if size_bytes - held_bytes > free_bytes:
                 raise ResourceExhaustedError(
                     f"the slices of this adapter take {size_bytes} bytes; {self._store.directory} has {free_bytes} "
                     "free. Make its filesystem larger (in a container: the size of /dev/shm) or unload an adapter",
                     reason="CACHE_FULL",
                     metadata={"needed": size_bytes, "free": free_bytes},
                 )
-            self._reserved_bytes += size_bytes
+            self._reserved_bytes += size_bytes - held_bytes
 
 
 def _may_go(entry: _Entry) -> bool:

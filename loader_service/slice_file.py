@@ -87,7 +87,8 @@ class SliceFile:
         self._used = 0
         self._taken = 0
         self._written = 0
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        # It is there already if it was given pages in advance (allocation.py).
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def __enter__(self) -> SliceFile:
         return self
@@ -130,6 +131,7 @@ class SliceFile:
     def digest(self) -> str:
         """xxh3-128 of the file, 32 hex digits, once the writer has ended. Against accidents, not against forgery."""
         assert self._written == self._size, (self._written, self._size)
+        os.ftruncate(self._fd, self._size)
         return self._digest.hexdigest()
 
     @property

@@ -209,7 +209,7 @@ def test_the_entry_that_is_cheapest_to_build_for_its_size_goes_first(tmp_path: P
         def write(directory: Path) -> BuiltSlices:
             (directory / "file").write_bytes(name.encode() * size)
             time.sleep(seconds)
-            piece = pb.Slice(path=str(directory / "file"), digest=name * 32)
+            piece = pb.Slice(path=str(directory / "file"), size_bytes=size, digest=name * 32)
             return BuiltSlices(adapter_digest=name, slices=(piece,), report=types_pb2.AdapterLoadReport())
 
         cache.build(name * 32, size, write, lease=name)
