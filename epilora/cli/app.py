@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from epilora import __version__
-from epilora.cli import adapters, generate, offline, plan, rebalance, serve, status
+from epilora.cli import adapters, cache, generate, offline, plan, rebalance, serve, status
 
 app = typer.Typer(
     name="epilora",
@@ -15,6 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(adapters.app, name="adapter")
+app.add_typer(cache.app, name="cache")
 app.command()(generate.generate)
 app.command()(plan.plan)
 offline.add_commands(app)

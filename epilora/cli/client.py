@@ -22,8 +22,8 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 
 @contextmanager
-def connected(address: str) -> Iterator[grpc.Channel]:
-    """A channel to the gateway; errors of the calls made with it end the command."""
+def connected(address: str, service: str = "gateway") -> Iterator[grpc.Channel]:
+    """A channel to the gateway, or to another service; errors of the calls made with it end the command."""
     options = [
         ("grpc.max_receive_message_length", DEFAULT_MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", DEFAULT_MAX_MESSAGE_BYTES),
@@ -32,15 +32,15 @@ def connected(address: str) -> Iterator[grpc.Channel]:
         try:
             yield channel
         except grpc.RpcError as error:
-            raise fail(rpc_error(error, address)) from None
+            raise fail(rpc_error(error, address, service)) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 
 
-def rpc_error(error: grpc.RpcError, address: str) -> EpiloraError:
+def rpc_error(error: grpc.RpcError, address: str, service: str = "gateway") -> EpiloraError:
     """The exception for a failed call."""
     # The sync API's error has the same accessors.
     mapped = error_from(cast(grpc.aio.AioRpcError, error))
     if mapped.code is grpc.StatusCode.UNAVAILABLE and mapped.reason == "UNAVAILABLE":
-        mapped.message = f"no gateway answers at {address}: {mapped.message}"
+        mapped.message = f"no {service} answers at {address}: {mapped.message}"
     return mapped

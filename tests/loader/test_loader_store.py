@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from epilora.cli.app import app
 from epilora.model_spec import ModelSpec
 from epilora.placement import ExpertPlacement
 from epilora.slices import open_slice
@@ -93,7 +96,13 @@ async def test_verify_finds_what_has_changed(tmp_path: Path, model: ModelSpec) -
         with damaged.open("r+b") as stream:
             stream.seek(-1, os.SEEK_END)
             stream.write(b"?")
-        assert list((await loader.verify()).damaged_paths) == [str(damaged)]
+        address = f"unix:{tmp_path}/run/loader.sock"
+        verified = await asyncio.to_thread(CliRunner().invoke, app, ["cache", "verify", "--loader", address])
+        assert verified.exit_code == 1
+        assert f"{damaged} is not what was written" in verified.output
+        assert "4 slices" in verified.output
+        shown = await asyncio.to_thread(CliRunner().invoke, app, ["cache", "show", "--loader", address])
+        assert shown.exit_code == 0, "the damaged entry is gone"
         again = await loader.build(build_request(adapters[0], model, placement))
         assert not again.report.cache_hit
         assert again.slices == results[0].slices
