@@ -1,17 +1,19 @@
 """Copying the parts of an adapter to its slice files.
 
 The source is read with preadv, not mapped: a file that shrinks while it is read is then an error, not a SIGBUS. Values
-are checked while they are in the processor's cache. A matrix that several slices hold is read once. Slice files are
-written front to back (slice_file.py).
+are checked while they are in the processor's cache. Slice files are written front to back (slice_file.py), each by one
+thread; a matrix that several slices of a thread hold is read once.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +25,13 @@ from epilora.adapters.safetensors_header import FLOAT_BYTES, TensorEntry
 from epilora.adapters.slice_plan import Piece, SlicePlan
 from epilora.adapters.values import is_finite, non_finite
 from epilora.errors import AbortedError, UnavailableError
-from loader_service.slice_file import BLOCK_BYTES, BlockWriter, Bytes, SliceFile
+from loader_service.slice_file import BLOCK_BYTES, Bytes, SliceFile
 
-TRANSPOSE_BYTES = 64 << 20
-"""Bytes of matrices that are taken out of a tensor's columns in one pass over the tensor."""
+TRANSPOSE_BYTES = 32 << 20
+"""Bytes of matrices that each thread takes out of a tensor's columns in one pass over the tensor."""
+_MAX_THREADS = 4
+_BYTES_PER_THREAD = 32 << 20
+"""Less is not worth a thread, and what several slices share is read once for each."""
 
 _FEW_BYTES = 64
 
@@ -36,12 +41,18 @@ class BuildCancelledError(UnavailableError):
 
 
 class BuildProgress:
-    """How far a build is; written by its thread, read by the event loop."""
+    """How far a build is; written by its threads, read by the event loop."""
 
     def __init__(self) -> None:
         self.bytes_done = 0
         self.bytes_total = 0
+        self._lock = threading.Lock()
         self._cancelled = threading.Event()
+
+    def add(self, num_bytes: int) -> None:
+        """Counts bytes as done, in any thread."""
+        with self._lock:
+            self.bytes_done += num_bytes
 
     def cancel(self) -> None:
         """Makes the build stop at its next block."""
@@ -78,6 +89,12 @@ class WriteResult:
     zero_columns: set[tuple[int, int]] = field(default_factory=set)
     """Matrices of every n-th column that are zero, by tensor and first column."""
 
+    def add(self, other: WriteResult) -> None:
+        """Takes over what another thread found out."""
+        self.bytes_read += other.bytes_read
+        for name in ("seen", "nonzero", "zero_parts", "nonzero_parts", "zero_columns"):
+            getattr(self, name).update(getattr(other, name))
+
     def is_zero(self, region: Region) -> bool:
         """True if a matrix was read, and is all zero."""
         tensor = region.tensor
@@ -110,23 +127,32 @@ def write_slices(
         BuildCancelledError: progress was cancelled.
     """
     with ExitStack() as stack:
-        # The writer is entered last, so that its thread has ended before any file is closed.
-        writer = BlockWriter(len(paths))
         files = [
-            stack.enter_context(SliceFile(path, layout.size_bytes, writer))
+            stack.enter_context(SliceFile(path, layout.size_bytes))
             for path, layout in zip(paths, plan.layouts, strict=True)
         ]
-        with writer:
-            copier = _Copier(source_fds, files, progress)
-            for file, layout in zip(files, plan.layouts, strict=True):
-                file.put(layout.header)
-            for pieces in plan.tensors:
-                copier.copy(pieces)
-            for file in files:
-                file.finish()
-        writer.check()
-        copier.result.digests = tuple(file.digest() for file in files)
-        return copier.result
+        num_threads = min(len(files), os.cpu_count() or 1, _MAX_THREADS, 1 + plan.size_bytes // _BYTES_PER_THREAD)
+        stop = threading.Event()
+        copiers = [_Copier(source_fds, files, progress, stop) for _ in range(num_threads)]
+        groups = [range(number, len(files), num_threads) for number in range(num_threads)]
+        if num_threads == 1:
+            copiers[0].copy_slices(plan, groups[0])
+        else:
+            _run_all([partial(copier.copy_slices, plan, group) for copier, group in zip(copiers, groups, strict=True)])
+        result = copiers[0].result
+        for copier in copiers[1:]:
+            result.add(copier.result)
+        result.digests = tuple(file.digest() for file in files)
+        return result
+
+
+def _run_all(calls: Sequence[Callable[[], None]]) -> None:
+    """Makes calls in threads, and raises what the first one that failed has raised, after all have ended."""
+    with ThreadPoolExecutor(len(calls), thread_name_prefix="slices") as threads:
+        running = [threads.submit(call) for call in calls]
+        errors = [error for call in as_completed(running) if (error := call.exception()) is not None]
+    if errors:
+        raise errors[0]
 
 
 class _Span(NamedTuple):
@@ -142,15 +168,33 @@ class _Span(NamedTuple):
 class _Copier:
     """Copies the matrices of one tensor name after another."""
 
-    def __init__(self, source_fds: Sequence[int], files: Sequence[SliceFile], progress: BuildProgress) -> None:
+    def __init__(
+        self, source_fds: Sequence[int], files: Sequence[SliceFile], progress: BuildProgress, stop: threading.Event
+    ) -> None:
         self._source_fds = source_fds
         self._files = files
         self._progress = progress
+        self._stop = stop
         self.result = WriteResult()
+
+    def copy_slices(self, plan: SlicePlan, slices: range) -> None:
+        """Writes some slices from beginning to end; if that fails, the other threads stop, too."""
+        try:
+            for index in slices:
+                self._files[index].put(plan.layouts[index].header)
+            for pieces in plan.tensors:
+                mine = [piece for piece in pieces if piece.slice_index in slices]
+                if mine:
+                    self.copy(mine)
+            for index in slices:
+                self._files[index].finish()
+        except BaseException:
+            self._stop.set()
+            raise
 
     def copy(self, pieces: Sequence[Piece]) -> None:
         """Appends what each slice has under one name."""
-        self._progress.check()
+        self._check()
         for piece in pieces:
             self._files[piece.slice_index].pad_to(piece.offset)
         if not pieces[0].regions:
@@ -164,7 +208,12 @@ class _Copier:
             self._copy_rows(pieces)
         for piece in pieces:
             assert self._files[piece.slice_index].position == piece.offset + piece.size_bytes, piece
-        self._progress.bytes_done += sum(piece.size_bytes for piece in pieces)
+        self._progress.add(sum(piece.size_bytes for piece in pieces))
+
+    def _check(self) -> None:
+        self._progress.check()
+        if self._stop.is_set():
+            raise BuildCancelledError("another part of the build failed", reason="BUILD_CANCELLED")
 
     def _copy_rows(self, pieces: Sequence[Piece]) -> None:
         """Matrices of whole rows; one that several slices hold is read once."""
@@ -206,8 +255,8 @@ class _Copier:
         dtype = NUMPY_DTYPE[tensor.dtype]
         taken = np.empty((len(regions), num_rows, per_matrix), dtype=dtype)
         row_bytes = tensor.num_columns * FLOAT_BYTES[tensor.dtype]
-        # A quarter of a block: it and what it is copied to stay in the cache together.
-        rows = max(1, (BLOCK_BYTES // 4) // row_bytes)
+        # A block: it and what it is copied to stay in the cache together.
+        rows = max(1, BLOCK_BYTES // row_bytes)
         buffer = np.empty(rows * row_bytes, dtype=np.uint8)
         for begin in range(0, num_rows, rows):
             end = min(begin + rows, num_rows)
@@ -223,7 +272,7 @@ class _Copier:
 
     def _read_all(self, tensor: TensorEntry, offset: int, target: Bytes) -> None:
         """Reads and checks a part of a tensor, of any size."""
-        self._progress.check()
+        self._check()
         for start in range(0, len(target), BLOCK_BYTES):
             part = target[start : start + BLOCK_BYTES]
             self._read([_Span(tensor, offset + start, len(part), offset)], part)
