@@ -7,6 +7,7 @@ thread; a matrix that several slices of a thread hold is read once.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -134,7 +135,9 @@ def write_slices(
         num_threads = min(len(files), os.cpu_count() or 1, _MAX_THREADS, 1 + plan.size_bytes // _BYTES_PER_THREAD)
         stop = threading.Event()
         copiers = [_Copier(source_fds, files, progress, stop) for _ in range(num_threads)]
-        groups = [range(number, len(files), num_threads) for number in range(num_threads)]
+        # Neighbours together: what they take of a tensor's columns lies side by side.
+        ends = [len(files) * number // num_threads for number in range(num_threads + 1)]
+        groups = [range(*pair) for pair in itertools.pairwise(ends)]
         if num_threads == 1:
             copiers[0].copy_slices(plan, groups[0])
         else:
