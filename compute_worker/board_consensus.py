@@ -53,8 +53,10 @@ class BoardConsensus:
         self._number += 1
         self._board.write(self._number, mine.to_vector())
         start = time.monotonic()
-        vectors = [self._wait_for(ep_rank, mine.step, start) for ep_rank in range(len(self._ranks))]
-        proposals = [Proposal.from_vector(vector) for vector in vectors]
+        proposals = [
+            mine if ep_rank == self._ep_rank else Proposal.from_vector(self._wait_for(ep_rank, mine.step, start))
+            for ep_rank in range(len(self._ranks))
+        ]
         assert all(p.step == mine.step for p in proposals), f"ranks are at steps {[p.step for p in proposals]}"
         return proposals
 

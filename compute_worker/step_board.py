@@ -105,9 +105,9 @@ class StepBoard:
             return None
         offset = self._offset(ep_rank, number)
         record = self._map[offset : offset + self._record_bytes]
-        payload, checksum = record[: self._message.size], record[self._message.size :]
-        found, *fields = self._message.unpack(payload)
-        if found != number or _NUMBER.unpack(checksum)[0] != zlib.crc32(payload):
+        size = self._message.size
+        found, *fields = self._message.unpack_from(record)
+        if found != number or _NUMBER.unpack_from(record, size)[0] != zlib.crc32(record[:size]):
             return None
         return fields
 
