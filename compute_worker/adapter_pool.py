@@ -20,12 +20,12 @@ import structlog
 import torch
 
 from compute_worker.adapter_buffers import AdapterPlan, AdapterTensors, fill_adapter, plan_adapter, shard_slice
+from compute_worker.adapter_checks import check_backend, check_finite
 from compute_worker.dora import WeightSource
 from compute_worker.expert_shard import WHOLE, ExpertShard
-from compute_worker.slice_reader import AdapterSlice, read_slice
+from compute_worker.slice_reader import read_slice
 from epilora.errors import (
     FailedPreconditionError,
-    InvalidArgumentError,
     ResourceExhaustedError,
     StalePlacementError,
     UnavailableError,
@@ -159,7 +159,13 @@ class AdapterPool:
                 if move is not None and generation not in self._entries:
                     raise _not_resident(name, generation)
             source = read_slice(path, placement_id=placement_id, load_spec=load_spec, dense_modules=self._dense_modules)
-            self._check_backend(name, source)
+            check_backend(
+                name,
+                source,
+                num_shards=self._shard.count,
+                has_expert_gains=self._has_expert_gains,
+                max_lora_rank=self._max_lora_rank,
+            )
             source = shard_slice(source, self._shard, self._layouts)
             plan = plan_adapter(source, dtype=self._dtype, rank_multiple=self._rank_multiple)
             self._check_room(name, plan.num_bytes, entries)
@@ -167,7 +173,7 @@ class AdapterPool:
             largest = torch.finfo(plan.dtype).max
             matrices = [*(part.a for part in source.experts), *(part.a for part in source.dense)]
             if any(torch.finfo(matrix.dtype).max > largest for matrix in matrices):
-                _check_finite(name, tensors, plan.dtype)
+                check_finite(name, tensors, plan.dtype)
             resident = Resident(
                 name=name,
                 generation=generation,
@@ -329,27 +335,6 @@ class AdapterPool:
         finally:
             self._stage_lock.release()
 
-    def _check_backend(self, name: str, source: AdapterSlice) -> None:
-        why = ""
-        if self._shard.count > 1:
-            why = "of which a rank holds parts, so that none knows a row's norm; serve it with EPILORA_EXPERT_TP=1"
-        elif not self._has_expert_gains:
-            why = "which the fused kernels do not compute; serve it with EPILORA_EXPERT_BACKEND=grouped"
-        if why and any(part.magnitude is not None for part in source.experts):
-            raise InvalidArgumentError(
-                f"Adapter {name} has DoRA on routed experts, {why}",
-                reason="UNSUPPORTED_ADAPTER",
-            )
-        ranks = [rank for part in source.experts for rank in part.lora_rank]
-        largest = max([*ranks, *(part.a.shape[0] for part in source.dense)], default=0)
-        if self._max_lora_rank and largest > self._max_lora_rank:
-            raise InvalidArgumentError(
-                f"Adapter {name} has lora rank {largest}, the fused kernels take up to {self._max_lora_rank}; serve it"
-                " with EPILORA_EXPERT_BACKEND=grouped",
-                reason="LORA_RANK_TOO_LARGE",
-                metadata={"lora_rank": largest, "max_lora_rank": self._max_lora_rank},
-            )
-
     def _check_room(self, name: str, num_bytes: int, entries: Mapping[int, _Entry]) -> None:
         """The adapters of one placement must fit; for the time of a move, those of two are in memory."""
         with self._lock:
@@ -395,17 +380,6 @@ def _not_resident(name: str, generation: int) -> FailedPreconditionError:
         f"Generation {generation} of adapter {name} is not resident here; only resident adapters move",
         reason="ADAPTER_NOT_RESIDENT",
     )
-
-
-def _check_finite(name: str, tensors: AdapterTensors, dtype: torch.dtype) -> None:
-    """A cast to a narrower type may overflow; an infinite weight would reach other requests' rows as 0 * inf."""
-    if not all(bool(buffer.isfinite().all()) for buffer in tensors.buffers):
-        raise InvalidArgumentError(
-            f"Adapter {name} has weights beyond the range of {dtype}, the type it would be served in; serve it with"
-            " EPILORA_ADAPTER_DTYPE=file, or the model in bfloat16 or float32",
-            reason="ADAPTER_OVERFLOWS",
-            metadata={"dtype": str(dtype)},
-        )
 
 
 def _bytes_of(entry: _Entry) -> int:
