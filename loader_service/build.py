@@ -84,6 +84,14 @@ class AdapterBuilder:
             BuildCancelledError: progress was cancelled.
         """
         progress.check()
+        try:
+            return self._build(request, identity, progress, lease)
+        finally:
+            paused_collection.thaw()
+
+    def _build(
+        self, request: BuildRequest, identity: SourceIdentity, progress: BuildProgress, lease: str
+    ) -> BuiltSlices:
         with self._opened(request.source, identity, progress) as files, self._room(request, files) as room:
             paths = [room.directory / f"ep_rank-{spec.ep_rank}.safetensors" for spec in request.load_specs]
             with paused_collection, _allocated(room, paths, request, files):
