@@ -17,13 +17,18 @@ class _Node:
         self.itself = self
 
 
-def test_pauses_nest_and_end_with_an_error() -> None:
-    paused = PausedCollection()
-    with pytest.raises(ValueError, match="broken"), paused:
+def _fail_in_a_pause(paused: PausedCollection) -> None:
+    with paused:
         with paused:
             assert not gc.isenabled()
         assert not gc.isenabled()
         raise ValueError("broken")
+
+
+def test_pauses_nest_and_end_with_an_error() -> None:
+    paused = PausedCollection()
+    with pytest.raises(ValueError, match="broken"):
+        _fail_in_a_pause(paused)
     assert gc.isenabled()
     assert gc.get_freeze_count() > 0, "what was made is left out"
     paused.thaw()
