@@ -33,16 +33,13 @@ from gateway.adapter_table import DRAINING, STAGED, AdapterTable, Entry, Generat
 from gateway.move_gate import MoveGate
 from gateway.ranks import RETRY_AFTER_SECONDS, Group
 from gateway.registry import Registry, RegistryEntry
+from gateway.removal import Removal, drain
 from gateway.residency import Loader, Residency, build_request, distinct
 
 log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-REMOVE_ATTEMPTS = 3
-REMOVE_PAUSE_SECONDS = 0.2
-ABORTED_CALLS_SECONDS = 5.0
-"""How long calls that were ended by a drain may take to let go of their adapter."""
 
 
 def check_name(name: str) -> None:
@@ -88,6 +85,7 @@ class Lifecycle:
         self._group = group
         self._loader = loader
         self._residency = residency
+        self.removal = Removal(loader=loader, residency=residency, registry=registry)
         self._registry = registry
         self._table = table
         self._loads: dict[asyncio.Task[None], Generation] = {}
@@ -184,7 +182,7 @@ class Lifecycle:
                 ) from error
             await to_the_end(self._commit(entry, generation, incarnation))
         except BaseException:
-            await to_the_end(self.remove(generation))
+            await to_the_end(self.removal.remove(generation))
             raise
 
     async def _prepare(self, entry: Entry, generation: Generation, incarnation: str) -> None:
@@ -194,7 +192,7 @@ class Lifecycle:
             if error.reason != "STALE_PLACEMENT":
                 raise
             log.info("placement changed during a load, building again", adapter=generation.name)
-            await to_the_end(self.remove(generation))
+            await to_the_end(self.removal.remove(generation))
             await self._group.refresh()
             await self._build_and_stage(entry, generation)
         self._check_same(incarnation)
@@ -269,8 +267,8 @@ class Lifecycle:
 
     async def _retire_replaced(self, entry: Entry, old: Generation) -> None:
         try:
-            await self.drain(old, self._settings.drain_timeout_seconds)
-            await self.remove(old)
+            await drain(old, self._settings.drain_timeout_seconds)
+            await self.removal.remove(old)
         finally:
             self._table.retired(entry, old)
 
@@ -279,71 +277,6 @@ class Lifecycle:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         task.add_done_callback(_log_failure)
-
-    async def drain(self, generation: Generation, timeout_seconds: float) -> int:
-        """Waits for the requests of a generation, then ends those left; how many were ended."""
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                await generation.unused.wait()
-            return 0
-        except TimeoutError:
-            left = list(generation.uses)
-        for ticket in left:
-            ticket.end(
-                UnavailableError(
-                    f"adapter {generation.name!r}, generation {generation.number}, was taken away, and this request "
-                    f"had not finished {timeout_seconds:g} s later",
-                    reason="ADAPTER_DRAINED",
-                    metadata={"adapter": generation.name, "generation": generation.number},
-                )
-            )
-        try:
-            async with asyncio.timeout(ABORTED_CALLS_SECONDS):
-                await generation.unused.wait()
-        except TimeoutError:
-            log.error("calls did not end", adapter=generation.name, num_calls=len(generation.uses))
-        return len(left)
-
-    async def remove(self, generation: Generation) -> EpiloraError | None:
-        """Takes a generation out of every rank, in whatever state it is there, and gives its lease back.
-
-        Returns why that failed, if it did. A group that was lost holds nothing, which is a success;
-        what another failure leaves behind is found at the next restore.
-        """
-        failure = None
-        for _ in range(REMOVE_ATTEMPTS):
-            failure = await self._remove_once(generation)
-            if failure is None:
-                break
-            log.error("cannot remove an adapter", adapter=generation.name, why=str(failure))
-            await asyncio.sleep(REMOVE_PAUSE_SECONDS)
-        generation.adapter_slot, generation.resident_bytes = -1, 0
-        await self.release(generation.lease_id)
-        generation.lease_id = ""
-        return failure
-
-    async def _remove_once(self, generation: Generation) -> EpiloraError | None:
-        try:
-            retired = generation.may_be_active and await self._residency.retire(generation.number)
-            if generation.may_be_staged and not retired:
-                await self._residency.discard(generation.number)
-        except UnavailableError:
-            pass
-        except EpiloraError as error:
-            return error
-        generation.may_be_active = generation.may_be_staged = False
-        return None
-
-    async def release(self, lease_id: str) -> None:
-        """Gives a lease back; if the loader is away, the registry remembers it until the next restore."""
-        if not lease_id:
-            return
-        try:
-            await self._loader.release(lease_id)
-        except EpiloraError as error:
-            log.warning("lease not given back yet", lease_id=lease_id, why=str(error))
-            return
-        await self._registry.drop_lease(lease_id)
 
     async def unload(self, name: str, drain_timeout_seconds: float | None) -> tuple[int, int]:
         """Drains an adapter, frees it and forgets the name; bytes freed and requests cancelled.
@@ -361,14 +294,14 @@ class Lifecycle:
         generation, freed, cancelled, failure = entry.current, 0, 0, None
         if generation is not None:
             self._table.set_state(entry, generation, DRAINING)
-            cancelled = await self.drain(generation, timeout)
+            cancelled = await drain(generation, timeout)
         registered = self._registry.get(entry.name)
         await self._registry.remove(entry.name)
         if generation is not None:
             freed = generation.resident_bytes
-            failure = await self.remove(generation)
+            failure = await self.removal.remove(generation)
         elif registered is not None:
-            await self.release(registered.lease_id)
+            await self.removal.release(registered.lease_id)
         self._table.forget(entry)
         if failure is not None:
             raise InternalError(

@@ -246,14 +246,14 @@ class Rebalancer:
     async def _adopt(self, generation: Generation, lease_id: str, resident_bytes: int) -> None:
         """The generation's slices are the new ones; the lease of those before goes back."""
         if not generation.may_be_active:
-            await self._lifecycle.release(lease_id)
+            await self._lifecycle.removal.release(lease_id)
             return
         old, generation.lease_id = generation.lease_id, lease_id
         generation.resident_bytes = resident_bytes
         registered = self._registry.get(generation.name)
         if registered is not None and registered.generation == generation.number:
             await self._registry.put(registered.model_copy(update={"lease_id": lease_id}))
-        await self._lifecycle.release(old)
+        await self._lifecycle.removal.release(old)
 
     async def _undo(self, move: _Move) -> None:
         """Drops what was prepared. Ranks that are away hold nothing once they are back."""
@@ -264,7 +264,7 @@ class Rebalancer:
         except EpiloraError as error:
             log.error("cannot abandon a placement", move=move.number, why=str(error))
         for lease_id in move.leases.values():
-            await self._lifecycle.release(lease_id)
+            await self._lifecycle.removal.release(lease_id)
 
 
 def _placement_of(

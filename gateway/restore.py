@@ -58,7 +58,7 @@ class Restorer:
             for entry in self._registry.entries():
                 tasks.create_task(self._restore_one(entry, residents, incarnation, slots))
         for lease_id in self._registry.stray_leases():
-            await self._lifecycle.release(lease_id)
+            await self._lifecycle.removal.release(lease_id)
 
     async def _remove_unknown(self, residents: Residents) -> None:
         known = {entry.generation for entry in self._registry.entries()}
@@ -67,7 +67,7 @@ class Restorer:
             known |= {entry.current.number} if entry.current is not None else set()
         for number in sorted({number for held in residents for number in held} - known):
             log.info("taking away an adapter that the registry does not name", generation=number)
-            await self._lifecycle.remove(_as_held("", number))
+            await self._lifecycle.removal.remove(_as_held("", number))
 
     async def _restore_one(
         self, registered: RegistryEntry, residents: Residents, incarnation: str, slots: asyncio.Semaphore
@@ -86,7 +86,7 @@ class Restorer:
                     return
                 async with slots:
                     if any(registered.generation in held for held in residents):
-                        await self._lifecycle.remove(_as_held(registered.name, registered.generation))
+                        await self._lifecycle.removal.remove(_as_held(registered.name, registered.generation))
                     try:
                         await self._lifecycle.make_resident(entry, generation, incarnation)
                         log.info("adapter restored", adapter=registered.name, generation=generation.number)
