@@ -56,7 +56,8 @@ class Client:
         wanted = health_pb2.HealthCheckResponse.SERVING if expected else health_pb2.HealthCheckResponse.NOT_SERVING
         async with asyncio.timeout(10):
             while True:
-                response = await self.health.Check(health_pb2.HealthCheckRequest(service=service))
+                # A channel to a gateway that was started again may still be waiting to connect anew.
+                response = await self.health.Check(health_pb2.HealthCheckRequest(service=service), wait_for_ready=True)
                 if response.status == wanted:
                     return
                 await asyncio.sleep(0.01)
