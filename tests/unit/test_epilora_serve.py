@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,13 @@ def test_exit_codes_tell_options_from_variables(
 
 
 def test_directories_are_held_by_one_and_removed_by_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    # A run directory must be short enough for Unix sockets, which pytest's own may not be.
+    with tempfile.TemporaryDirectory(prefix="run-") as short:
+        monkeypatch.setattr("tempfile.tempdir", short)
+        check_ownership(tmp_path)
+
+
+def check_ownership(tmp_path: Path) -> None:
     first = Directories.choose(state=tmp_path / "state", run=None, cache=None)
     shares_run = Directories.choose(state=tmp_path / "other", run=first.run, cache=None)
     assert shares_run.temporary == (shares_run.cache,)
