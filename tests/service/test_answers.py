@@ -67,7 +67,7 @@ def _ask(service: Service, prompt: list[int], adapter: str) -> tuple[list[int], 
 @pytest.mark.parametrize(
     ("ranks", "placement"),
     [
-        pytest.param(1, "linear", id="1 rank"),
+        pytest.param(1, "linear", id="1 rank", marks=pytest.mark.soak),
         pytest.param(2, "round_robin", id="2 ranks, round robin", marks=pytest.mark.soak),
         pytest.param(2, "explicit", id="2 ranks, explicit with a redundant expert"),
         pytest.param(4, "linear", id="4 ranks, linear with a remainder"),

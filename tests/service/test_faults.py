@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grpc
+import pytest
 
 from epilora.rpc import error_from
 from epilora.v1 import adapter_service_pb2, generation_service_pb2, types_pb2
@@ -83,6 +84,7 @@ def test_killed_worker(start_service: Callable[..., Service], models: Path, adap
     assert {name: service.tokens(PROMPT, name) for name in ("", "a", "b")} == before
 
 
+@pytest.mark.soak
 def test_killed_gateway_loader_torchelastic_and_supervisor(
     start_service: Callable[..., Service], models: Path, adapters: Path
 ) -> None:
