@@ -12,8 +12,8 @@ RANKS ?= 2
 SERVE_ARGS ?=
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-# Files of tests that run at once; most of the time of one goes into waiting for processes that start.
-TEST_PROCESSES ?= 2
+# Files of tests that run at once; 0: one after the other, in one process.
+TEST_PROCESSES ?= 0
 BENCH ?= kernels
 BENCH_ARGS ?=
 OVERLAY ?= gpu
@@ -49,7 +49,7 @@ run: setup ## Serve the demo's checkpoint with its committed adapter, named poet
 	$(BIN)/epilora serve --model examples/demo/checkpoint --ranks $(RANKS) --adapter poet=examples/demo/per_expert_adapter
 
 .PHONY: test
-test: setup ## Run the tests: make test [PYTEST_ARGS="tests/deploy -k ports"] [TEST_PROCESSES=2]
+test: setup ## Run the tests: make test [PYTEST_ARGS="tests/deploy -k ports"] [TEST_PROCESSES=2 on four cores]
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile $(PYTEST_ARGS)
 
 .PHONY: soak
