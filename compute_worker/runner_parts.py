@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,6 +18,7 @@ from compute_worker.dispatch.all_to_all import AllToAllDispatcher
 from compute_worker.dispatch.allgather_reducescatter import AllGatherDispatcher
 from compute_worker.dispatch.base import Dispatcher
 from compute_worker.dispatch.local import LocalDispatcher
+from compute_worker.dispatch.packed_rows import HAS_TRITON
 from compute_worker.ep_group import EPGroup
 from compute_worker.expert_layer import ExpertLayer, PhysicalExperts, experts_function
 from compute_worker.expert_load import ExpertLoad
@@ -83,7 +83,7 @@ def choose_backend(settings: WorkerSettings, model: PreTrainedModel, spec: Model
 
 
 def _why_not_triton(settings: WorkerSettings, layers: list[ExpertWeights]) -> str:
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         return "triton is not installed"
     if settings.adapter_dtype != "model":
         return "EPILORA_ADAPTER_DTYPE is file, and the kernels take adapters in the model's type"

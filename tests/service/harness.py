@@ -310,6 +310,13 @@ class Service:
         return [token for message in self.generate(prompt, adapter, **options) for token in message.token_ids]
 
 
+def anonymous_bytes(pid: int) -> int:
+    """RssAnon of a process: memory of its own, without files and shared memory."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
 def _role(process: psutil.Process) -> str | None:
     try:
         command = process.cmdline()

@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from tests.service.harness import Service
+from tests.service.harness import Service, anonymous_bytes
 
 NUM_LAYERS, NUM_EXPERTS, HIDDEN, INTERMEDIATE, LORA_RANK = 2, 9, 768, 768, 96
 EXPERTS_OF_RANK = (5, 4)
@@ -57,12 +57,6 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def _anonymous_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    line = next(line for line in status.splitlines() if line.startswith("RssAnon:"))
-    return int(line.split()[1]) * 1024
-
-
 def test_reported_bytes_are_the_placements_and_the_processes_own(model: Path, adapter: Path) -> None:
     per_expert = 3 * HIDDEN * INTERMEDIATE * FLOAT_BYTES
     # A [r, D] and B [2F, r] of gate_up, A [r, F] and B [D, r] of down.
@@ -80,7 +74,7 @@ def test_reported_bytes_are_the_placements_and_the_processes_own(model: Path, ad
         service.load("a", adapter)
         service.tokens([1, 2, 3], "a", max_tokens=2)
         service.unload("a")
-        before = [_anonymous_bytes(pid) for pid in pids]
+        before = [anonymous_bytes(pid) for pid in pids]
         service.load("a", adapter)
         for rank, memory in enumerate(service.memory()):
             scales = EXPERTS_OF_RANK[rank] * NUM_LAYERS * 2 * FLOAT_BYTES
@@ -91,9 +85,9 @@ def test_reported_bytes_are_the_placements_and_the_processes_own(model: Path, ad
             assert resident.dense_bytes == dense_bytes
             assert memory.adapter_bytes == resident.expert_bytes + resident.dense_bytes
             assert psutil.pid_exists(pids[rank])
-            growth = _anonymous_bytes(pids[rank]) - before[rank]
+            growth = anonymous_bytes(pids[rank]) - before[rank]
             assert growth == pytest.approx(memory.adapter_bytes, rel=0.05)
         service.unload("a")
         for rank, memory in enumerate(service.memory()):
             assert memory.adapter_bytes == 0
-            assert _anonymous_bytes(pids[rank]) - before[rank] < 0.05 * EXPERTS_OF_RANK[rank] * NUM_LAYERS * pair_bytes
+            assert anonymous_bytes(pids[rank]) - before[rank] < 0.05 * EXPERTS_OF_RANK[rank] * NUM_LAYERS * pair_bytes

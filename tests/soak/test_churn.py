@@ -12,12 +12,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import grpc
 import pytest
 
-from tests.service.harness import REPOSITORY, Service
+from tests.service.harness import REPOSITORY, Service, anonymous_bytes
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
@@ -28,11 +27,6 @@ SOURCES = [WRITER / f"qwen3moe-T-{kind}" for kind in ("both", "rslora_pattern", 
 NUM_TOKENS = 6
 GROWTH_BYTES = 6 << 20
 """What a process may be larger after the churn than after a warm-up: arenas of the allocator, not leaks."""
-
-
-def _anonymous_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(next(line for line in status.splitlines() if line.startswith("RssAnon:")).split()[1]) * 1024
 
 
 class Churn:
@@ -138,7 +132,7 @@ def test_churn_under_traffic(ranks: int) -> None:
         with churn.running():
             time.sleep(SECONDS / 4)
             pids = [pid for role in ("worker", "loader", "gateway") for pid in service.pids()[role]]
-            warm = {pid: _anonymous_bytes(pid) for pid in pids}
+            warm = {pid: anonymous_bytes(pid) for pid in pids}
             time.sleep(SECONDS)
         print(dict(churn.counts))
         assert churn.failures == []
@@ -148,5 +142,5 @@ def test_churn_under_traffic(ranks: int) -> None:
         for name in ("hot", "steady"):
             service.unload(name)
         service.until(lambda: [m.adapter_bytes for m in service.memory()] == [0] * ranks, "free everything", 30)
-        growth = {pid: _anonymous_bytes(pid) - warm[pid] for pid in pids}
+        growth = {pid: anonymous_bytes(pid) - warm[pid] for pid in pids}
         assert max(growth.values()) < GROWTH_BYTES, growth
