@@ -176,9 +176,7 @@ class ModelRunner:
 
     def _make_launch_key(self, settings: WorkerSettings, probe: ModelProbe, backend: str) -> LaunchKey | None:
         """What the adapters need of decode steps of fixed shapes; None where these cannot be."""
-        # Layers with a recurrent state have been replayed on no GPU yet; there they run as they are.
-        unproven = bool(probe.state_shapes) and self._device.type == "cuda"
-        if backend != "triton" or not self._dispatcher.has_fixed_shapes or unproven or settings.decode_graphs == "off":
+        if backend != "triton" or not self._dispatcher.has_fixed_shapes or settings.decode_graphs == "off":
             return None
         rowwise = RowwiseAdapters(probe, num_slots=settings.num_adapter_slots, dtype=self.dtype, device=self._device)
         return LaunchKey(self._layers, rowwise)

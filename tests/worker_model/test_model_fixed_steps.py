@@ -130,7 +130,6 @@ def test_fixed_steps_agree_with_transformers_and_keep_base_bits(tmp_path: Path) 
         assert kinds == [False, True, False]
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="steps with recurrent states are not captured on a GPU")
 def test_recurrent_layers_in_fixed_steps(tmp_path: Path) -> None:
     """Sequences that begin with one token beside others, step after step, with fewer places than rows of the bucket."""
     options = {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 16}

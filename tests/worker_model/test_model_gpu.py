@@ -137,11 +137,22 @@ def test_two_gpus_equal_one_rank(tmp_path: Path) -> None:
             assert torch.equal(with_others, alone) == (prompt.slot == -1)
 
 
+def _widths_of_the_kernels(name: str) -> dict[str, object]:
+    """The family's tiny options with every width of experts and heads a multiple of 16."""
+    options: dict[str, object] = {**CONFIGS[name], "hidden_size": 64, "intermediate_size": 32}
+    for width, value in {"moe_intermediate_size": 32, "head_dim": 16}.items():
+        if width in options:
+            options[width] = value
+    return options
+
+
+@pytest.mark.parametrize("backend", ["grouped", "triton"])
 @pytest.mark.parametrize("name", RECURRENT)
-def test_recurrent_layers_equal_transformers(tmp_path: Path, name: str) -> None:
-    """Prompts in chunks beside decode steps, with an adapter on every linear map, and the bits of base rows."""
-    model = write_model(family_config(name, CONFIGS[name]), tmp_path / "model")
-    rank = Rank(model, work=tmp_path, device="cuda", dtype="float32")
+def test_recurrent_layers_equal_transformers(tmp_path: Path, name: str, backend: str) -> None:
+    """Prompts in chunks, then decode steps, with an adapter on every linear map, and the bits of base rows."""
+    options = _widths_of_the_kernels(name) if backend == "triton" else CONFIGS[name]
+    model = write_model(family_config(name, options), tmp_path / "model")
+    rank = Rank(model, work=tmp_path, device="cuda", dtype="float32", expert_backend=backend)
     spec = dataclasses.replace(rank.spec, dense_modules=rank.runner.dense_modules)
     gated = spec.moe_layers[0].gate_up_layout is not GateUpLayout.NOT_GATED
     adapter = random_adapter(spec, 1, rank_of={"gate_up": 3, "down": 2} if gated else {"down": 3})
@@ -161,3 +172,5 @@ def test_recurrent_layers_equal_transformers(tmp_path: Path, name: str) -> None:
             expected = reference_logits(model, adapter if prompt.slot == 0 else None, spec, prompt.tokens)
             torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
     assert [torch.equal(*pair) for pair in zip(*runs, strict=True)] == [True, False, True]
+    # Two runs of three decode steps beside one resident adapter: the very first runs as it is, and is captured.
+    assert rank.runner.num_steps_by_form()["graph"] == (5 if backend == "triton" else 0)
