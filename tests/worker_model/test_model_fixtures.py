@@ -70,7 +70,7 @@ def _on_ranks(ep_rank: int, work: Path) -> dict[str, object]:
     return results
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_more_ranks_give_the_recorded_logits(num_ranks: int, tmp_path: Path) -> None:
     work = tmp_path / str(num_ranks)
     work.mkdir()
