@@ -173,4 +173,4 @@ def test_recurrent_layers_equal_transformers(tmp_path: Path, name: str, backend:
             torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)
     assert [torch.equal(*pair) for pair in zip(*runs, strict=True)] == [True, False, True]
     # Two runs of three decode steps beside one resident adapter: the very first runs as it is, and is captured.
-    assert rank.runner.num_steps_by_form()["graph"] == (5 if backend == "triton" else 0)
+    assert rank.runner.num_steps_by_form().get("graph") == (5 if backend == "triton" else None)
