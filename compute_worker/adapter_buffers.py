@@ -62,6 +62,7 @@ class AdapterPlan:
         num_floats: scales, gains and offsets, which are float32 whatever the dtype.
         expert_bytes: of what experts take.
         dense_bytes: of what dense modules take.
+        is_as_stored: what is in memory can be what is in the file.
     """
 
     source: AdapterSlice
@@ -70,6 +71,7 @@ class AdapterPlan:
     num_floats: int
     expert_bytes: int
     dense_bytes: int
+    is_as_stored: bool
 
     @property
     def num_bytes(self) -> int:
@@ -120,6 +122,12 @@ def plan_adapter(source: AdapterSlice, *, dtype: torch.dtype | None, rank_multip
         num_floats=expert_floats + dense_floats,
         expert_bytes=elements * dtype.itemsize + expert_floats * _FLOAT_BYTES,
         dense_bytes=(dense_elements + saved_elements) * dtype.itemsize + dense_floats * _FLOAT_BYTES,
+        is_as_stored=(
+            all(part.lora_rank == rank for part, rank in zip(source.experts, ranks, strict=True))
+            and all(matrix.dtype == dtype for matrix in source.matrices())
+            and dense_floats == 0
+            and all(part.magnitude is None for part in source.experts)
+        ),
     )
 
 
@@ -151,6 +159,25 @@ def fill_adapter(plan: AdapterPlan, allocate: Allocate, base: WeightSource) -> A
     assert matrices.is_full
     assert floats.is_full
     return AdapterTensors(layers=layers, dense=dense, buffers=(matrices.flat, floats.flat))
+
+
+def keep_as_stored(source: AdapterSlice, image: torch.Tensor) -> AdapterTensors:
+    """An adapter that is views of its file's bytes.
+
+    Args:
+        source: views of image.
+        image: the file's bytes, on the device.
+    """
+    layers: dict[int, dict[str, LoraPair]] = {}
+    for part in source.experts:
+        layers.setdefault(part.layer, {})[part.projection] = LoraPair(
+            a=part.a, b=part.b, lora_rank=part.lora_rank, scale_e=part.scale_e, out_features=part.out_features
+        )
+    dense: dict[str, DensePair | DenseWeight] = {
+        part.module: DensePair(a=part.a, b=part.b, scale=part.scale) for part in source.dense
+    }
+    dense |= {part.module: DenseWeight(weight=part.weight, bias=part.bias) for part in source.saved}
+    return AdapterTensors(layers=layers, dense=dense, buffers=(image,))
 
 
 class _Cursor:

@@ -8,8 +8,8 @@ Legend: e local slots, r lora rank.
 
 from __future__ import annotations
 
-import mmap
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,11 +19,13 @@ from typing import Protocol
 import structlog
 import torch
 
-from compute_worker.adapter_buffers import AdapterPlan, AdapterTensors, fill_adapter, plan_adapter, shard_slice
+from compute_worker.adapter_buffers import AdapterTensors
 from compute_worker.adapter_checks import check_backend, check_finite
+from compute_worker.adapter_copy import AdapterCopier
 from compute_worker.dora import WeightSource
 from compute_worker.expert_shard import WHOLE, ExpertShard
 from compute_worker.slice_reader import read_slice
+from compute_worker.slice_upload import SliceUploader
 from epilora.errors import (
     FailedPreconditionError,
     ResourceExhaustedError,
@@ -100,6 +102,7 @@ class AdapterPool:
         max_lora_rank: largest that the backend computes; 0: any.
         shard: part of each local expert that this rank holds.
         has_expert_gains: the backend computes DoRA of experts.
+        uploader: brings slice files to the device; None on a CPU.
     """
 
     def __init__(
@@ -116,25 +119,29 @@ class AdapterPool:
         max_lora_rank: int = 0,
         shard: ExpertShard = WHOLE,
         has_expert_gains: bool = True,
+        uploader: SliceUploader | None = None,
     ) -> None:
         self._load_spec = load_spec
         self._dense_modules = {spec.module: spec for spec in model.dense_modules}
-        self._dtype = dtype
         self._device = device
         self._max_bytes = max_bytes
-        self._base = base
-        self._rank_multiple = rank_multiple
+        self._copier = AdapterCopier(
+            dtype=dtype,
+            device=device,
+            base=base,
+            rank_multiple=rank_multiple,
+            shard=shard,
+            layouts={moe.layer: moe.gate_up_layout for moe in model.moe_layers},
+            uploader=uploader,
+        )
         self._listeners = tuple(listeners)
         self._max_lora_rank = max_lora_rank
-        self._shard = shard
-        self._layouts = {moe.layer: moe.gate_up_layout for moe in model.moe_layers}
         self._has_expert_gains = has_expert_gains
         self._stage_lock = threading.Lock()
         self._lock = threading.Lock()
         self._entries: dict[int, _Entry] = {}
         self._active: Mapping[int, AdapterTensors] = {}
         self._move: _Move | None = None
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def stage(self, *, name: str, generation: int, path: Path, placement_id: str) -> int:
         """Copies a slice to this rank's memory, of a resident adapter also for the placement to come. Idempotent.
@@ -162,14 +169,15 @@ class AdapterPool:
             check_backend(
                 name,
                 source,
-                num_shards=self._shard.count,
+                num_shards=self._copier.shard.count,
                 has_expert_gains=self._has_expert_gains,
                 max_lora_rank=self._max_lora_rank,
             )
-            source = shard_slice(source, self._shard, self._layouts)
-            plan = plan_adapter(source, dtype=self._dtype, rank_multiple=self._rank_multiple)
+            plan = self._copier.plan(source, path)
             self._check_room(name, plan.num_bytes, entries)
-            tensors = self._copy(plan)
+            start = time.perf_counter()
+            tensors = self._copier.copy(plan, path)
+            copy_seconds = time.perf_counter() - start
             largest = torch.finfo(plan.dtype).max
             matrices = [*(part.a for part in source.experts), *(part.a for part in source.dense)]
             if any(torch.finfo(matrix.dtype).max > largest for matrix in matrices):
@@ -193,7 +201,14 @@ class AdapterPool:
                 if move is not None and generation not in self._entries:
                     raise _not_resident(name, generation)
                 now[2][generation] = entry
-            _log.info("adapter staged", adapter=name, generation=generation, bytes=_bytes_of(entry))
+            _log.info(
+                "adapter staged",
+                adapter=name,
+                generation=generation,
+                bytes=_bytes_of(entry),
+                as_stored=plan.is_as_stored,
+                copy_seconds=round(copy_seconds, 4),
+            )
             return _bytes_of(entry)
 
     def is_staged(self, generation: int) -> bool:
@@ -347,32 +362,12 @@ class AdapterPool:
                 metadata={"needed_bytes": num_bytes, "used_bytes": used, "max_adapter_bytes": self._max_bytes},
             )
 
-    def _copy(self, plan: AdapterPlan) -> AdapterTensors:
-        """Copies to the device; on a GPU beside the running step, on a stream of its own."""
-        if self._stream is None:
-            with torch.inference_mode():
-                return fill_adapter(plan, allocate_private, self._base)
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
-            tensors = fill_adapter(
-                plan, lambda count, dtype: torch.empty(count, dtype=dtype, device=self._device), self._base
-            )
-        self._stream.synchronize()
-        return tensors
-
     def _release(self, entry: _Entry) -> None:
         """Lets the memory go once the work queued on the device now has read it."""
-        if self._stream is not None:
+        if self._device.type == "cuda":
             for buffer in entry.tensors.buffers:
                 buffer.record_stream(torch.cuda.current_stream(self._device))
         _log.info("adapter freed", adapter=entry.resident.name, generation=entry.resident.generation)
-
-
-def allocate_private(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory of its own map: it goes back to the system when the tensor does, whatever the allocator would keep."""
-    if count == 0:
-        return torch.empty(0, dtype=dtype)
-    pages = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype, count=count)
 
 
 def _not_resident(name: str, generation: int) -> FailedPreconditionError:

@@ -44,6 +44,7 @@ from compute_worker.runner_parts import (
     register_functions,
     use_fused_ops,
 )
+from compute_worker.slice_upload import SliceUploader
 from compute_worker.step_batch import MemoryReport, StepBatch, is_decode
 from compute_worker.step_context import CurrentStep, StepContext
 from epilora.families import family_of
@@ -172,6 +173,7 @@ class ModelRunner:
             listeners=listeners,
             max_lora_rank=MAX_KERNEL_RANK if backend == "triton" else 0,
             has_expert_gains=backend != "triton",
+            uploader=SliceUploader(self._device) if self._device.type == "cuda" else None,
         )
 
     def _make_launch_key(self, settings: WorkerSettings, probe: ModelProbe, backend: str) -> LaunchKey | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from epilora.families import GateUpLayout, Projection
 from epilora.load_spec import MoEEPLoadSpec, MoELayerLoadSpec
 from epilora.model_spec import DenseModuleSpec
 from epilora.slices import (
+    ALIGNMENT,
     LAYOUT_VERSION,
     SliceHeader,
     SliceTensor,
@@ -84,6 +85,42 @@ class AdapterSlice:
     experts: tuple[ExpertSlice, ...]
     dense: tuple[DenseSlice, ...]
     saved: tuple[SavedSlice, ...]
+
+    def matrices(self) -> list[torch.Tensor]:
+        """A, B and weights of all modules, and biases that replace a module's."""
+        pairs = [matrix for part in (*self.experts, *self.dense) for matrix in (part.a, part.b)]
+        weights = [tensor for part in self.saved for tensor in (part.weight, part.bias) if tensor is not None]
+        return pairs + weights
+
+
+def views_of(source: AdapterSlice, image: torch.Tensor) -> AdapterSlice:
+    """The same tensors, as views of another copy of the file's bytes.
+
+    Args:
+        source: of `read_slice`.
+        image: uint8 [a multiple of 4], at least the file's bytes, anywhere.
+    """
+    typed = {dtype: image.view(dtype) for dtype in _DTYPES.values()}
+
+    def view(tensor: torch.Tensor) -> torch.Tensor:
+        return typed[tensor.dtype].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def view_any(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else view(tensor)
+
+    return AdapterSlice(
+        experts=tuple(
+            replace(
+                part, a=view(part.a), b=view(part.b), scale_e=view(part.scale_e), magnitude=view_any(part.magnitude)
+            )
+            for part in source.experts
+        ),
+        dense=tuple(
+            replace(part, a=view(part.a), b=view(part.b), magnitude=view_any(part.magnitude), bias=view_any(part.bias))
+            for part in source.dense
+        ),
+        saved=tuple(replace(part, weight=view(part.weight), bias=view_any(part.bias)) for part in source.saved),
+    )
 
 
 def read_slice(
@@ -156,7 +193,11 @@ class _Reader:
         self._left = set(header.tensors)
         with open_slice(path) as stream:
             # A private map is writable in name, as torch wants, and never reaches the file.
-            self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._typed = {
+            dtype: torch.frombuffer(pages, dtype=dtype, count=len(pages) // dtype.itemsize)
+            for dtype in _DTYPES.values()
+        }
 
     def error(self, message: str) -> InternalError:
         return InternalError(f"slice file {self._path}: {message}", reason="BAD_SLICE")
@@ -174,10 +215,11 @@ class _Reader:
         return self._view(tensor)
 
     def _view(self, tensor: SliceTensor) -> torch.Tensor:
-        dtype, count = _DTYPES[tensor.dtype], math.prod(tensor.shape)
-        if count == 0:
-            return torch.empty(tensor.shape, dtype=dtype)
-        return torch.frombuffer(self._map, dtype=dtype, count=count, offset=tensor.offset).view(tensor.shape)
+        dtype = _DTYPES[tensor.dtype]
+        if tensor.offset % dtype.itemsize:
+            raise self.error(f"{tensor.name} begins at byte {tensor.offset}, expected a multiple of {ALIGNMENT}")
+        strides = [math.prod(tensor.shape[place + 1 :]) for place in range(len(tensor.shape))]
+        return self._typed[dtype].as_strided(tensor.shape, strides, tensor.offset // dtype.itemsize)
 
     def vector(self, name: str, size: int) -> torch.Tensor | None:
         """A tensor [1, size] as [size]; None if it is missing."""
