@@ -88,7 +88,8 @@ class AdapterSlice:
 
     def matrices(self) -> list[torch.Tensor]:
         """A, B and weights of all modules, and biases that replace a module's."""
-        pairs = [matrix for part in (*self.experts, *self.dense) for matrix in (part.a, part.b)]
+        pairs = [matrix for part in self.experts for matrix in (part.a, part.b)]
+        pairs += [matrix for part in self.dense for matrix in (part.a, part.b)]
         weights = [tensor for part in self.saved for tensor in (part.weight, part.bias) if tensor is not None]
         return pairs + weights
 

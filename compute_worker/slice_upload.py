@@ -69,7 +69,7 @@ class SliceUploader:
             for start in chunks:
                 end = min(start + self._chunk_bytes, size)
                 buffer = lane.next_buffer(end - start)
-                _read_exactly(fd, memoryview(buffer.numpy()), start)
+                _read_exactly(fd, buffer.numpy().data, start)
                 image[start:end].copy_(buffer, non_blocking=True)
                 lane.sent()
 
