@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -175,7 +176,14 @@ def run(work: Path, num_layers: int, repeats: int) -> dict[str, Any]:
             cell = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
             cells.append(cell)
             print(_line(cell), flush=True)
-    return {"model": "Qwen3-30B-A3B", "num_layers": num_layers, "cells": cells}
+    return {"model": "Qwen3-30B-A3B", "num_layers": num_layers, "cpu": _processor(), "cells": cells}
+
+
+def _processor() -> str:
+    """Model and number of cores."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"
 
 
 def _line(cell: dict[str, Any]) -> str:

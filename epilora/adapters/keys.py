@@ -8,9 +8,11 @@ as pairs of `<experts>.gate_and_up_projs` and `<experts>.down_projs`.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from epilora.adapters.safetensors_header import TensorEntry
@@ -121,9 +123,12 @@ def pair_tensors(tensors: Sequence[TensorEntry]) -> PairedTensors:
 def _neighbours(tensors: Sequence[TensorEntry]) -> tuple[dict[str, Pair], list[TensorEntry]]:
     """Pairs of a `.lora_A.weight` and its `.lora_B.weight` right behind it, and the tensors that are in none.
 
-    Most files are such pairs from end to end, tens of thousands of them: this loop does as little as it can. What it
-    takes for a pair is what the expressions above would.
+    Most files are such pairs from end to end, tens of thousands of them: those are looked at all at once. What is taken
+    for a pair is what the expressions above would.
     """
+    in_turn = _all_in_turn(tensors)
+    if in_turn is not None:
+        return in_turn, []
     pairs: dict[str, Pair] = {}
     rest: list[TensorEntry] = []
     waiting: TensorEntry | None = None
@@ -145,6 +150,26 @@ def _neighbours(tensors: Sequence[TensorEntry]) -> tuple[dict[str, Pair], list[T
     if waiting is not None:
         rest.append(waiting)
     return pairs, rest
+
+
+def _all_in_turn(tensors: Sequence[TensorEntry]) -> dict[str, Pair] | None:
+    """The pairs of a file that holds A and B of one module after another, and nothing else; None of any other."""
+    halves_a, halves_b = tensors[::2], tensors[1::2]
+    # Each name on a line of its own: what all of them must have is looked for in one text.
+    text = "\n".join([tensor.name for tensor in halves_a])
+    paths = text.replace(f"{_ENDING_A}\n", "\n").removesuffix(_ENDING_A).split("\n")
+    if len(halves_b) != len(halves_a) or len(paths) != len(halves_a):
+        return None
+    if [path + _ENDING_B for path in paths] != [tensor.name for tensor in halves_b]:
+        return None
+    if text.count(".lora_") != len(paths) or text.count(f"{_ENDING_A}\n") != len(paths) - 1 or not all(paths):
+        return None
+    modules = [path.removeprefix(_PREFIX) for path in paths]
+    nothing = itertools.repeat(None)
+    fields = zip(modules, halves_a, halves_b, itertools.repeat(False), nothing, nothing, strict=False)
+    # What Pair._make does, without a call of Python's own for each.
+    pairs = dict(zip(modules, map(partial(tuple.__new__, Pair), fields), strict=True))
+    return pairs if len(pairs) == len(modules) else None
 
 
 def _add_half(halves: dict[str, dict[str, TensorEntry]], module: str, side: str, tensor: TensorEntry) -> None:

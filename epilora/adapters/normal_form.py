@@ -148,9 +148,11 @@ class NormalForm:
 
     def used_indices(self) -> set[int]:
         """Of the tensors that are put to use."""
-        regions = [part for pair in self.pairs() for part in (pair.a, pair.b, pair.magnitude, pair.bias)]
+        pairs = self.pairs()
+        used = {pair.a.tensor.index for pair in pairs} | {pair.b.tensor.index for pair in pairs}
+        used |= {pair.magnitude.tensor.index for pair in pairs if pair.magnitude is not None}
+        used |= {pair.bias.tensor.index for pair in pairs if pair.bias is not None}
         saved = [tensor for module in self.saved.values() for tensor in (module.weight, module.bias)]
-        used = {region.tensor.index for region in regions if region is not None}
         return used | {tensor.index for tensor in saved if tensor is not None}
 
 

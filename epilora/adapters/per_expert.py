@@ -52,6 +52,7 @@ class _Found:
     """Pairs of the layer's experts, one projection."""
 
 
+_new = tuple.__new__
 _NO_EXTRAS = (False, None, None)
 """is_embedding, magnitude and bias of a pair that is nothing but A and B."""
 
@@ -72,8 +73,10 @@ class KnownExperts:
 
     def place(self, pair: Pair) -> bool:
         """Notes a pair if it is that of an expert beside one that was added, of the same shapes; else False."""
-        path, _, last = pair.module.rpartition(".")
-        path, _, middle = path.rpartition(".")
+        parts = pair.module.rsplit(".", 2)
+        if len(parts) != 3:
+            return False
+        path, middle, last = parts
         found = self._found.get((path, last))
         if found is None:
             return False
@@ -87,8 +90,10 @@ class KnownExperts:
             scale, expected = self._config.scale_of(pair.module, lora_rank), self._config.ranks.value_of(pair.module)
         if expected != lora_rank:
             self._rank_differences.append(rank_difference(pair.module, expected, lora_rank))
-        a, b = Region(pair.a, 0, lora_rank), Region(pair.b, 0, pair.b.shape[0])
-        found.by_expert[expert] = LoraPair(a, b, lora_rank, scale)
+        # What Region and LoraPair themselves do, without a call of Python's own for each.
+        a = _new(Region, (pair.a, 0, lora_rank, 0, 1, False))
+        b = _new(Region, (pair.b, 0, found.b_shape[0], 0, 1, False))
+        found.by_expert[expert] = _new(LoraPair, (a, b, lora_rank, scale, None, None))
         return True
 
     def add(self, pair: Pair, expert: ExpertModule, by_expert: dict[int, LoraPair]) -> None:

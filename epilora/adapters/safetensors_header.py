@@ -10,8 +10,10 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from functools import partial
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from epilora.errors import AdapterFormatError
 
@@ -26,12 +28,15 @@ _LFS_POINTER = b"version https://git-lfs"
 _NUMBER = r"(?:0|[1-9][0-9]{0,17})"
 _CANONICAL_STRING = re.compile(r'"([^"\\\x00-\x1f]*)":"([^"\\\x00-\x1f]*)"')
 _CANONICAL_START = re.compile(rf'\{{(?:"__metadata__":\{{(?P<metadata>(?:{_CANONICAL_STRING.pattern})?)\}},)?')
-_CANONICAL_SHAPE = re.compile(rf":\[((?:{_NUMBER}(?:,{_NUMBER}){{0,7}})?)\],")
-_CANONICAL_OFFSETS = re.compile(rf"(?::\[{_NUMBER},{_NUMBER}\]\}},)*+")
+_CANONICAL_KIND = re.compile(rf'({"|".join(FLOAT_BYTES)})","shape":\[((?:{_NUMBER}(?:,{_NUMBER}){{0,7}})?)')
 _PRINTABLE = bytes(character for character in range(0x20, 0x7F) if character != ord("\\"))
-# `"name":{"dtype":"F32","shape":[3,8],"data_offsets":[0,96]},` split at its quotes: what is between what varies.
-_CANONICAL_PARTS = {2: ":{", 3: "dtype", 4: ":", 6: ",", 7: "shape", 9: "data_offsets"}
-_NAMES, _DTYPES, _SHAPES, _OFFSETS, _PARTS_PER_ENTRY = 1, 5, 8, 10, 10
+# `"name":{"dtype":"F32","shape":[3,8],"data_offsets":[0,96]},"next":` and so on: what stands between the name, the kind
+# `F32","shape":[3,8` and the offsets is always the same. Each gets a mark, since no text has these characters.
+_AFTER_NAME, _AFTER_KIND, _AFTER_OFFSETS = b'":{"dtype":"', b'],"data_offsets":[', b']},"'
+_MARKS = (b"\x01", b"\x02", b"\x03")
+_MARK = "\x01"
+_MARK_ALIKE = bytes.maketrans(b"".join(_MARKS), _MARK.encode() * len(_MARKS))
+_QUOTES_PER_ENTRY = 10
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
 
 
@@ -134,69 +139,68 @@ def _parse_canonical(header: bytes, file_bytes: int) -> SafetensorsHeader | None
     """The header if it is spelled as safetensors itself does and nothing is wrong with it; else None.
 
     A per-expert adapter has tens of thousands of tensors, and to check each with care takes longer than to copy it. So
-    the text is split at its quotes, and each part of an entry is looked at for all entries at once.
+    the text is taken apart where all entries are the same, what is left has few kinds, and the offsets are compared
+    with what they have to be.
     """
     if header.translate(None, _PRINTABLE):
         return None
-    text = header.decode("ascii")
-    start = _CANONICAL_START.match(text)
-    if start is None:
+    start = _CANONICAL_START.match(header.decode("ascii"))
+    columns = _columns_of(header[start.end() :].rstrip(b" ")) if start is not None else None
+    if start is None or columns is None:
         return None
-    columns = _columns_of(text[start.end() :].rstrip(" ").split('"'))
-    if columns is None:
-        return None
-    begins, ends, names, dtypes, shapes = columns
-    # safetensors writes entries in order of offset.
-    if begins != [0, *ends[:-1]]:
-        rows = sorted(zip(*columns, strict=True), key=itemgetter(0, 1))
-        begins, ends, names, dtypes, shapes = map(list, zip(*rows, strict=True))
-    kinds = list(zip(dtypes, shapes, strict=True))
-    expected = {(dtype, shape): math.prod(shape) * FLOAT_BYTES[dtype] for dtype, shape in set(kinds)}
-    sizes = list(map(expected.__getitem__, kinds))
-    data_start = 8 + len(header)
-    # Each begins where the one before ends, and the sizes are those of the shapes.
-    if begins != [0, *ends[:-1]] or ends != list(itertools.accumulate(sizes)):
-        return None
-    if data_start + ends[-1] != file_bytes or len(set(names)) != len(names) or "__metadata__" in names:
-        return None
-    offsets = [data_start + begin for begin in begins]
-    fields = zip(itertools.count(), names, dtypes, shapes, offsets, sizes, itertools.repeat(0), strict=False)
-    metadata = dict(_CANONICAL_STRING.findall(start["metadata"] or ""))
-    return SafetensorsHeader(tensors=tuple(map(TensorEntry._make, fields)), metadata=metadata, file_bytes=file_bytes)
-
-
-_Columns = tuple[list[int], list[int], list[str], list[str], list[tuple[int, ...]]]
-
-
-def _columns_of(parts: list[str]) -> _Columns | None:
-    """(begin, end, name, dtype, shape) of all entries, from the text after the metadata, split at its quotes."""
-    num_entries = (len(parts) - 1) // _PARTS_PER_ENTRY
-    if num_entries == 0 or len(parts) != 1 + num_entries * _PARTS_PER_ENTRY or parts[0] or parts[-1][-2:] != "}}":
-        return None
-    parts[-1] = f"{parts[-1][:-1]},"
-    if any(parts[first::_PARTS_PER_ENTRY].count(value) != num_entries for first, value in _CANONICAL_PARTS.items()):
-        return None
-    names, dtypes = parts[_NAMES::_PARTS_PER_ENTRY], parts[_DTYPES::_PARTS_PER_ENTRY]
-    lengths = set(map(len, names))
-    if min(lengths) < 1 or max(lengths) > MAX_NAME_LENGTH or not set(dtypes) <= FLOAT_BYTES.keys():
-        return None
-    spelled = parts[_SHAPES::_PARTS_PER_ENTRY]
-    matches = {shape: _CANONICAL_SHAPE.fullmatch(shape) for shape in set(spelled)}
-    known = {
-        shape: tuple(map(int, match[1].split(","))) if match[1] else () for shape, match in matches.items() if match
+    names, kinds, spelled_offsets = columns
+    matches = {kind: _CANONICAL_KIND.fullmatch(kind) for kind in set(kinds)}
+    dtype_of = {kind: match[1] for kind, match in matches.items() if match}
+    shape_of = {
+        kind: tuple(map(int, match[2].split(","))) if match[2] else () for kind, match in matches.items() if match
     }
-    offsets = _offsets_of("".join(parts[_OFFSETS::_PARTS_PER_ENTRY]), num_entries)
-    if len(known) != len(matches) or offsets is None:
+    if len(dtype_of) != len(matches):
         return None
-    return (*offsets, names, dtypes, [known[shape] for shape in spelled])
+    size_of = {kind: math.prod(shape) * FLOAT_BYTES[dtype_of[kind]] for kind, shape in shape_of.items()}
+    sizes = list(map(size_of.__getitem__, kinds))
+    # Each begins where the one before ends, and the sizes are those of the shapes.
+    ends = list(itertools.accumulate(sizes))
+    numbers = tuple(itertools.chain.from_iterable(zip(itertools.chain((0,), ends), ends, strict=False)))
+    expected = _MARK.join(["%d,%d"] * len(ends)) % numbers
+    data_start = 8 + len(header)
+    if data_start + ends[-1] != file_bytes or _MARK.join(spelled_offsets) != expected:
+        return None
+    if len(set(names)) != len(names) or "__metadata__" in names:
+        return None
+    offsets = itertools.chain((data_start,), map(data_start.__add__, ends))
+    dtypes, shapes = map(dtype_of.__getitem__, kinds), map(shape_of.__getitem__, kinds)
+    fields = zip(itertools.count(), names, dtypes, shapes, offsets, sizes, itertools.repeat(0), strict=False)
+    return SafetensorsHeader(
+        # What TensorEntry._make does, without a call of Python's own for each.
+        tensors=tuple(map(partial(tuple.__new__, TensorEntry), fields)),
+        metadata=dict(_CANONICAL_STRING.findall(start["metadata"] or "")),
+        file_bytes=file_bytes,
+    )
 
 
-def _offsets_of(text: str, num_entries: int) -> tuple[list[int], list[int]] | None:
-    """(begin, end) of all entries, from `:[0,96]},:[96,192]},`; None if it is anything else."""
-    if _CANONICAL_OFFSETS.fullmatch(text) is None:
+def _columns_of(body: bytes) -> tuple[list[str], list[str], list[str]] | None:
+    """(name, kind, offsets) of all entries, as spelled, from the text after the metadata.
+
+    Example: `"a":{"dtype":"F32","shape":[3,8],"data_offsets":[0,96]}}` -> a, `F32","shape":[3,8`, `0,96`.
+    """
+    if body[:1] != b'"' or body[-3:] != b"]}}":
         return None
-    numbers = list(map(int, text[2:-3].replace("]},:[", ",").split(",")))
-    return (numbers[::2], numbers[1::2]) if len(numbers) == 2 * num_entries else None
+    text = body[1:-3]
+    for between, mark in zip((_AFTER_NAME, _AFTER_KIND, _AFTER_OFFSETS), _MARKS, strict=True):
+        text = text.replace(between, mark)
+    marks = np.frombuffer(text, np.uint8)
+    marks = marks[marks < 4]
+    num_entries = len(marks) // 3 + 1
+    in_turn = np.resize(np.array([1, 2, 3], np.uint8), 3 * num_entries - 1)
+    # The quotes that are left are three in each kind, as its expression has them: so there are none in names.
+    if not np.array_equal(marks, in_turn) or body.count(b'"') != num_entries * _QUOTES_PER_ENTRY:
+        return None
+    fields = text.translate(_MARK_ALIKE).decode("ascii").split(_MARK)
+    names = fields[::3]
+    lengths = set(map(len, names))
+    if min(lengths) < 1 or max(lengths) > MAX_NAME_LENGTH:
+        return None
+    return names, fields[1::3], fields[2::3]
 
 
 def _load(header: bytes, where: str) -> dict[str, Any]:
