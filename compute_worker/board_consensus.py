@@ -22,6 +22,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 _SPIN_SECONDS = 0.0002
 _SLEEP_SECONDS = 0.001
 _LIVENESS_SECONDS = 0.05
+_REST_SECONDS = 0.25
+"""Between two exchanges of ranks without work: how late the death of one of them may be noticed."""
 
 log = structlog.get_logger(__name__)
 
@@ -60,9 +62,15 @@ class BoardConsensus:
         assert all(p.step == mine.step for p in proposals), f"ranks are at steps {[p.step for p in proposals]}"
         return proposals
 
+    def rest_seconds(self, idle_seconds: float) -> float:
+        """See Consensus.rest_seconds: whoever begins wakes the others."""
+        return _REST_SECONDS
+
     def rest(self, wake: threading.Event, seconds: float) -> None:
         """See Consensus.rest. Wakes up when another rank has begun the next exchange."""
         self._board.arm()
+        # A pass through the scheduler, and with it the barrier without which the look below could come before `arm`.
+        os.sched_yield()
         following = self._number + 1
         if wake.is_set() or any(self._board.is_written(rank, following) for rank in range(len(self._ranks))):
             return

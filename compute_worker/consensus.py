@@ -18,6 +18,11 @@ from epilora.errors import UnavailableError
 NO_LAYER = -1
 NUM_FIELDS = 11
 
+_ALONE_SECONDS = 1.0
+_LOOK_SECONDS = 0.002
+_IDLE_LOOK_SECONDS = 0.02
+_IDLE_AFTER_SECONDS = 0.5
+
 
 class Proposal(NamedTuple):
     """What one rank would do in this step.
@@ -91,10 +96,14 @@ class Consensus(Protocol):
         """
         ...
 
+    def rest_seconds(self, idle_seconds: float) -> float:
+        """How long to rest between two exchanges without work, when the last work was so long ago."""
+        ...
+
     def rest(self, wake: threading.Event, seconds: float) -> None:
         """Waits until `wake` is set (and `ring` called), another rank began the next exchange, or time is up.
 
-        Whether it sees that another rank began depends on the implementation.
+        Whether it sees that another rank began depends on the implementation, and `rest_seconds` on that.
         """
         ...
 
@@ -136,6 +145,12 @@ class GlooConsensus:
         proposals = [Proposal.from_vector(vector) for vector in self._received.tolist()]
         assert all(p.step == mine.step for p in proposals), f"ranks are at steps {[p.step for p in proposals]}"
         return proposals
+
+    def rest_seconds(self, idle_seconds: float) -> float:
+        """See Consensus.rest_seconds. Short while there are other ranks: `rest` does not see them begin."""
+        if self._num_ranks == 1:
+            return _ALONE_SECONDS
+        return _LOOK_SECONDS if idle_seconds < _IDLE_AFTER_SECONDS else _IDLE_LOOK_SECONDS
 
     def rest(self, wake: threading.Event, seconds: float) -> None:
         """See Consensus.rest. Sees nothing of other ranks."""

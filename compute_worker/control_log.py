@@ -103,6 +103,14 @@ class ControlLog:
         """Slot of an active generation."""
         return self._slot_of.get(generation)
 
+    def slot_in_use(self, generation: int) -> int:
+        """Slot of a generation that a request holds, so that it is active; -1 for 0, the base model."""
+        if not generation:
+            return -1
+        slot = self._slot_of.get(generation)
+        assert slot is not None, f"generation {generation} was retired while in use"
+        return slot
+
     # Leader: adding entries.
 
     def submit_activate(self, generation: int, future: Future[Applied]) -> None:

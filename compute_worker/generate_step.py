@@ -24,7 +24,7 @@ class GenerateStep:
     Args:
         runner: computes the logits.
         scheduler: told of sequences that end.
-        slot_of: adapter slot of an active generation.
+        slot_of: adapter slot of a generation that a request holds; -1 for 0, the base model.
         defers: what a step yields is sent while the device computes the next one, so that encoding and sending do not
             hold that up; for devices that compute beside this thread. Otherwise at once.
     """
@@ -34,7 +34,7 @@ class GenerateStep:
         *,
         runner: ModelRunner,
         scheduler: Scheduler,
-        slot_of: Callable[[int], int | None],
+        slot_of: Callable[[int], int],
         defers: bool = False,
     ) -> None:
         self._defers = defers
@@ -93,7 +93,7 @@ class GenerateStep:
             stop = chunk.start + chunk.length
             token_ids += sequence.token_ids[chunk.start : stop]
             positions += range(chunk.start, stop)
-            slots += [self._slot(sequence)] * chunk.length
+            slots += [self._slot_of(sequence.request.adapter_generation)] * chunk.length
             spans.append(
                 SequenceSpan(
                     query_start=first,
@@ -116,12 +116,6 @@ class GenerateStep:
         if chunk.sequence.request.return_prompt_logits and chunk.start < chunk.sequence.num_prompt:
             return range(first, first + chunk.length)
         return range(first + chunk.length - 1, first + chunk.length) if chunk.completes else range(0)
-
-    def _slot(self, sequence: Sequence) -> int:
-        generation = sequence.request.adapter_generation
-        slot = self._slot_of(generation) if generation else -1
-        assert slot is not None, f"generation {generation} was retired while in use"
-        return slot
 
     def _collect(self, chunk: Chunk, token: int | None, logits_NV: torch.Tensor, rows: range) -> None:
         sequence = chunk.sequence

@@ -28,9 +28,8 @@ from epilora.errors import EpiloraError, UnavailableError
 
 log = structlog.get_logger(__name__)
 
-_BUSY_WAIT_SECONDS = 0.002
-_IDLE_WAIT_SECONDS = 0.02
-_IDLE_AFTER_SECONDS = 0.5
+_WAITING_SECONDS = 0.002
+"""Between two turns without work while something waits here, for an adapter that is about to be active."""
 
 
 class StepLoop:
@@ -69,14 +68,14 @@ class StepLoop:
         self._expert_ratio = expert_steps_per_generate_step
         self._on_failure = on_failure
         self._generate = GenerateStep(
-            runner=runner, scheduler=scheduler, slot_of=control.slot_of, defers=runner.computes_beside
+            runner=runner, scheduler=scheduler, slot_of=control.slot_in_use, defers=runner.computes_beside
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = threading.Event()
         self._stopping = False
         self._step = 0
-        self._last_work = time.monotonic()
         self._last_turn = time.monotonic()
+        self._last_work = self._last_turn
         self.statistics = StepStatistics()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 
@@ -207,8 +206,14 @@ class StepLoop:
         if worked:
             self._last_work = self._last_turn
         elif not outstanding:
-            self._idle()
+            self._rest()
         return True
+
+    def _rest(self) -> None:
+        seconds = self._consensus.rest_seconds(self._last_turn - self._last_work)
+        if self.num_running or self.num_queued:
+            seconds = min(seconds, _WAITING_SECONDS)
+        self._consensus.rest(self._wake, seconds)
 
     def _take_in(self) -> None:
         self._wake.clear()
@@ -243,7 +248,7 @@ class StepLoop:
             self._runner.forward_experts(layer, None, None, [], False, num_tokens)
             return
         x_TD, topk, generations = join(calls)
-        slots = [self._slot(generation) for generation in generations]
+        slots = [self._control.slot_in_use(generation) for generation in generations]
         y_TD = self._runner.forward_experts(layer, x_TD, topk, slots, calls[0].routed_only, num_tokens)
         assert y_TD is not None
         y_TD = y_TD.to("cpu")
@@ -253,12 +258,3 @@ class StepLoop:
             if call.result.set_running_or_notify_cancel():
                 call.result.set_result(part)
         self._experts.finish(calls)
-
-    def _slot(self, generation: int) -> int:
-        slot = self._control.slot_of(generation) if generation else -1
-        assert slot is not None, f"generation {generation} was retired while in use"
-        return slot
-
-    def _idle(self) -> None:
-        idle_for = time.monotonic() - self._last_work
-        self._consensus.rest(self._wake, _BUSY_WAIT_SECONDS if idle_for < _IDLE_AFTER_SECONDS else _IDLE_WAIT_SECONDS)

@@ -110,22 +110,37 @@ def exchange_until_lost(consensus: BoardConsensus, ep_rank: int, results: Any) -
         time.sleep(0.001)
 
 
+NUM_WAKES = 20
+
+
 def rest_and_exchange(consensus: BoardConsensus, ep_rank: int, results: Any) -> None:
-    """Idle turns for a second; then rank 0 begins a step while rank 1 rests for long."""
-    consensus.exchange(proposal(1, ep_rank))
-    wake, start, cpu, step = threading.Event(), time.monotonic(), time.process_time(), 1
-    while step < 50:
+    """Idle turns for a second; then work arrives at rank 1 now and then, until there was enough."""
+    start, cpu, step = time.monotonic(), time.process_time(), 0
+    wake = threading.Event()
+    while time.monotonic() - start < 1 or step < 2:
         step += 1
-        consensus.rest(wake, 0.02)
         consensus.exchange(proposal(step, ep_rank))
+        consensus.rest(wake, consensus.rest_seconds(1.0))
     busy = (time.process_time() - cpu) / (time.monotonic() - start)
-    start = time.monotonic()
-    if ep_rank == 0:
-        time.sleep(0.3)
-    else:
-        consensus.rest(wake, FOREVER)
-    consensus.exchange(proposal(step + 1, ep_rank))
-    results.put((busy, time.monotonic() - start))
+    arrived: list[float] = []
+
+    def work_arrives() -> None:
+        for _ in range(NUM_WAKES):
+            time.sleep(0.02)
+            arrived.append(time.monotonic())
+            wake.set()
+            consensus.ring()
+
+    if ep_rank == 1:
+        threading.Thread(target=work_arrives).start()
+    begun: list[float] = []
+    while len(begun) < NUM_WAKES:
+        consensus.rest(wake, consensus.rest_seconds(1.0))
+        wake.clear()
+        step += 1
+        heard = consensus.exchange(Proposal(step=step, num_tokens=len(arrived)))
+        begun += [time.monotonic()] * (heard[1].num_tokens - len(begun))
+    results.put((busy, arrived, begun))
 
 
 def test_ranks_hear_each_other_a_thousand_times(tmp_path: Path) -> None:
@@ -163,9 +178,13 @@ def test_idle_ranks_rest_and_wake_each_other(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, 2, FOREVER)
     try:
         ranks.start(rest_and_exchange)
-        for busy, woke_after in ranks.get(0, 1):
-            assert busy < 0.05
-            assert woke_after < FOREVER / 2
+        (busy, _, begun), (busy_too, arrived, begun_too) = ranks.get(0, 1)
+        assert busy < 0.05
+        assert busy_too < 0.05
+        for times in (begun, begun_too):
+            delays = sorted(begin - arrival for begin, arrival in zip(times, arrived, strict=True))
+            # A machine that is busy with other things delays some.
+            assert delays[NUM_WAKES // 4] < 0.005, delays
     finally:
         ranks.end()
 

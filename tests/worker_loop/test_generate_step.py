@@ -66,7 +66,7 @@ def _scheduler(runner: ModelRunner, budget: int) -> Scheduler:
 
 def _run(runner: ModelRunner, scheduler: Scheduler) -> int:
     """Steps until nothing is left; how many."""
-    step = GenerateStep(runner=runner, scheduler=scheduler, slot_of=lambda _: None)
+    step = GenerateStep(runner=runner, scheduler=scheduler, slot_of=lambda _: -1)
     count = 0
     while chunks := scheduler.plan():
         step.run(chunks, [sum(chunk.length for chunk in chunks)])
@@ -138,7 +138,7 @@ async def test_logits_that_are_no_numbers_end_their_request_alone(
     scheduler = _scheduler(runner, 100)
     bad = _add(scheduler, [21])
     good = _add(scheduler, PROMPTS[2])
-    step = GenerateStep(runner=runner, scheduler=scheduler, slot_of=lambda _: None)
+    step = GenerateStep(runner=runner, scheduler=scheduler, slot_of=lambda _: -1)
     with monkeypatch.context() as patch:
         patch.setattr(runner, "forward", poisoned)
         step.run(scheduler.plan(), [1 + len(PROMPTS[2])])
@@ -152,7 +152,7 @@ async def test_logits_that_are_no_numbers_end_their_request_alone(
 async def test_a_step_that_defers_sends_with_the_next_one_or_when_told(runner: ModelRunner, oracle: Oracle) -> None:
     scheduler = _scheduler(runner, 100)
     sequence, slow = _add(scheduler, PROMPTS[1]), _add(scheduler, PROMPTS[2], limit=1)
-    step = GenerateStep(runner=runner, scheduler=scheduler, slot_of=lambda _: None, defers=True)
+    step = GenerateStep(runner=runner, scheduler=scheduler, slot_of=lambda _: -1, defers=True)
     counts = []
     while chunks := scheduler.plan():
         step.run(chunks, [sum(chunk.length for chunk in chunks)])

@@ -53,7 +53,7 @@ async def test_continuous_batching_gives_transformers_own_tokens(model: Path, tm
         slot_of=lambda _: None,
         is_staged=lambda _: False,
     )
-    step = GenerateStep(runner=runner, scheduler=scheduler, slot_of=lambda _: None)
+    step = GenerateStep(runner=runner, scheduler=scheduler, slot_of=lambda _: -1)
     prompts = [prompt_tokens(seed, 3 + 4 * seed) for seed in range(4)]
     sequences = [_add(scheduler, prompt) for prompt in (*prompts, prompts[0])]
     cancelled, num_steps, running = sequences[1], 0, set()
