@@ -1,4 +1,4 @@
-"""`python -m compute_worker`: one EP rank. Started by torchrun, once per rank."""
+"""`python -m compute_worker`: one EP rank. `compute_worker.launch` starts all of a host; torchrun can, too."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from compute_worker.servicer import WorkerServicer
 from compute_worker.worker import Worker
 from epilora.errors import EpiloraError
 from epilora.logs import setup_logs
+from epilora.process import name_process
 from epilora.rpc import start_server
 from epilora.settings import CANNOT_START_FILE, WorkerSettings
 from epilora.settings_errors import settings_or_exit
@@ -63,6 +64,7 @@ async def _serve(settings: WorkerSettings) -> None:
     aio_loop = asyncio.get_running_loop()
     lost = asyncio.Event()
     group = EPGroup.from_environment(settings)
+    name_process(f"worker-{group.ep_rank}")
     setup_logs("worker", level=settings.log_level, ep_rank=group.ep_rank)
 
     def on_failure(_: BaseException) -> None:

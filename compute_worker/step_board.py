@@ -6,7 +6,7 @@ in whatever order another processor's stores become visible. A rank writes recor
 wrote n + 1, which each does after it read n.
 
 The bell is a 32-bit word: its rank sets it to 0 before it looks once more and then sleeps on it; others set it to 1
-after they wrote something, and wake the sleeper. Sleeps are short, so a wake-up that was missed only costs time.
+after they wrote something, and wake the sleeper. Sleeps are bounded, so a wake-up that was missed only costs time.
 """
 
 from __future__ import annotations
@@ -153,8 +153,16 @@ class ProcessIdentity:
     @classmethod
     def of(cls, pid: int) -> ProcessIdentity:
         """A process of this user that is there."""
+        identity = cls.find(pid)
+        assert identity is not None, pid
+        return identity
+
+    @classmethod
+    def find(cls, pid: int) -> ProcessIdentity | None:
+        """A process of this user; None if there is none, or its parent knows already that it ended."""
         stat = _stat_of(pid)
-        assert stat is not None, pid
+        if stat is None:
+            return None
         return cls(pid=pid, start_time=stat[1], pid_namespace=os.readlink(f"/proc/{pid}/ns/pid"))
 
     @classmethod

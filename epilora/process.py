@@ -7,6 +7,7 @@ import os
 import runpy
 import signal
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -25,6 +26,11 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         raise OSError(code, f"prctl(PR_SET_PDEATHSIG) failed: {os.strerror(code)}")
     if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def name_process(name: str) -> None:
+    """The name that ps and top show for this process, at most 15 bytes; forks would all have their parent's."""
+    Path("/proc/self/comm").write_text(name)
 
 
 def main() -> None:

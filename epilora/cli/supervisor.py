@@ -28,6 +28,7 @@ FINAL_EXITS = (2, EXIT_BAD_SETTINGS)
 """Exit codes of a process that could not start as it is configured."""
 MAX_EXITS_AT_START = 5
 POLL_SECONDS = 0.1
+COUNT_SECONDS = 1.0
 WORKER_STOP_SECONDS = 10.0
 LOADER_STOP_SECONDS = 5.0
 GATEWAY_STOP_MARGIN_SECONDS = 5.0
@@ -63,15 +64,14 @@ class Supervisor:
         self._failure: EpiloraError | None = None
         self._ready = False
         self._worker_pids: set[int] = set()
+        self._counted = 0.0
         self.address = ""
         self.metrics_address = ""
         loader = ChildSpec(name="loader", module="loader_service", stop_seconds=LOADER_STOP_SECONDS)
         workers = ChildSpec(
             name="workers",
-            module="torch.distributed.run",
-            args=_torchelastic_args(options.num_ranks, options.run_dir / "torchelastic"),
-            # Workers hold nothing that a stop could save, and are idle once the gateway has drained; torchelastic
-            # would print a traceback for each SIGTERM. They end with it.
+            module="compute_worker.launch",
+            # Workers hold nothing that a stop could save, and are idle once the gateway has drained. They end with it.
             stop_signal=signal.SIGKILL,
             stop_seconds=WORKER_STOP_SECONDS,
         )
@@ -87,10 +87,6 @@ class Supervisor:
         if self.metrics_address:
             environment["EPILORA_METRICS_LISTEN"] = self.metrics_address
         environment["EPILORA_ADDRESS_FILE"] = str(self._address_file)
-        # Workers end at once on SIGTERM; one that hangs must not hold up the others' restart.
-        environment.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")
-        # Otherwise a group that is started again meets the addresses of its dead predecessor in torchelastic's store.
-        environment.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
         environment.setdefault("TOKENIZERS_PARALLELISM", "false")
         return environment
 
@@ -182,14 +178,16 @@ class Supervisor:
     def _look_at_workers(self) -> None:
         """torchelastic starts failing workers again for ever, and hides their exit codes; at the first start that is a
         failure to report, and at once if a worker said that it can never start."""
-        # Not their own children: a worker that compiles kernels has many, one after another.
-        pids = {process.pid for process in children(self._workers.pid)} if self._workers.pid else set()
-        self._worker_pids |= pids
         if self._cannot_start_file.exists():
             why = json.loads(self._cannot_start_file.read_text())
             self._failure = FailedPreconditionError(why["message"], reason=why["reason"])
             self._stop.set()
             return
+        now = asyncio.get_running_loop().time()
+        if self._workers.pid and now - self._counted > COUNT_SECONDS:
+            self._counted = now
+            # Not their own children: a worker that compiles kernels has many, one after another.
+            self._worker_pids |= {process.pid for process in children(self._workers.pid)}
         if len(self._worker_pids) > MAX_EXITS_AT_START * self._options.num_ranks:
             self._fail("the worker processes end again and again")
 
@@ -246,19 +244,6 @@ async def _serves(stub: adapter_service_pb2_grpc.AdapterServiceStub, name: str, 
         raise
     adapter = response.adapter
     return bool(adapter.state == types_pb2.ADAPTER_STATE_SERVING and adapter.source == source)
-
-
-def _torchelastic_args(num_ranks: int, log_dir: Path) -> list[str]:
-    return [
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        f"--nproc-per-node={num_ranks}",
-        "--max-restarts=1000000",
-        "--monitor-interval=0.2",
-        # Nothing is written there, but without it each start leaves a directory in the system's one for such.
-        f"--log-dir={log_dir}",
-        *("-m", "epilora.process", "0", "compute_worker"),
-    ]
 
 
 def _write_atomically(path: Path, text: str) -> None:

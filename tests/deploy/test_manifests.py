@@ -144,7 +144,7 @@ def test_probes_ask_for_services_that_exist_on_a_port_that_is_there(deployment: 
 
 def test_one_process_a_rank_and_one_gpu_a_process(deployment: Deployment, settings_of: dict[str, Any]) -> None:
     spec = deployment.container("workers")
-    assert "--nproc-per-node=$(EPILORA_NUM_RANKS)" in spec["command"]
+    assert spec["command"] == ["python", "-m", "compute_worker.launch"]
     gpus = spec["resources"]["limits"].get("nvidia.com/gpu")
     if settings_of["workers"].device == "cpu":
         assert gpus is None

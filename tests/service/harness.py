@@ -40,7 +40,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 _MODULES = {
     "loader": "loader_service",
     "gateway": "gateway",
-    "torchelastic": "torch.distributed.run",
+    "torchelastic": "compute_worker.launch",
     "worker": "compute_worker",
 }
 
@@ -319,10 +319,12 @@ def anonymous_bytes(pid: int) -> int:
 
 def _role(process: psutil.Process) -> str | None:
     try:
-        command = process.cmdline()
+        command, name = process.cmdline(), process.name()
     except psutil.NoSuchProcess:
         return None
-    # `python -m epilora.process PARENT MODULE ...`; torchelastic has the worker's module among its arguments.
+    if name.startswith("worker-"):
+        return "worker"  # it may be a fork of torchelastic's process, with the same command
+    # `python -m epilora.process PARENT MODULE ...`
     if "epilora.process" not in command:
         return None
     module = command[command.index("epilora.process") + 2]

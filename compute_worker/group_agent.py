@@ -1,0 +1,164 @@
+"""torchelastic's agent for the ranks of one host.
+
+The library's looks after its workers every so often, meets agents of other hosts at a rendezvous that costs it work
+while nothing happens, and gives workers half a minute to end. This one sleeps until a rank ends, so that a group that
+lost one is back sooner and costs nothing meanwhile. It also ends a rank that has been stopped (by a signal, or a
+debugger) for longer than a collective may take: where no other rank is there to notice, nobody else would.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from compute_worker.step_board import ProcessIdentity
+
+__all__ = ["GroupAgent", "SignalException"]
+
+_HOST = "127.0.0.1"
+_LOOK_SECONDS = 1.0
+_PAUSE_SECONDS = 0.02
+_FAREWELL_SECONDS = 0.6
+"""For ranks that lost one to tell their callers, and the log, which one it was."""
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 5.0
+_STEADY_SECONDS = 10.0
+"""Ranks that ran this long are started again at once."""
+_MAX_RESTARTS = 1_000_000
+
+
+class OneHostRendezvous(RendezvousHandler):
+    """An agent that meets nobody: every round is complete at once. Its store serves the ranks of all rounds."""
+
+    def __init__(self) -> None:
+        self._store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+        self._run_id = uuid.uuid4().hex
+        self._closed = False
+
+    def get_backend(self) -> str:
+        return "one_host"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(
+            PrefixStore("torchelastic", self._store), 0, 1, RendezvousStoreInfo(_HOST, self._store.port)
+        )
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._closed = True
+        return True
+
+
+class GroupAgent(LocalElasticAgent):  # type: ignore[misc]
+    """See the module. `run` returns when it is told to end, by a SignalException.
+
+    Args:
+        num_ranks: ranks of the group.
+        program: of a rank: a path, or a function that is called in a fork of this process.
+        args: of the program.
+        log_dir: for files of torchelastic's own.
+        stopped_seconds: how long a rank may be stopped.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_ranks: int,
+        program: Callable[[str], None] | str,
+        args: tuple[str, ...],
+        log_dir: Path,
+        stopped_seconds: float,
+    ) -> None:
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=num_ranks,
+            rdzv_handler=OneHostRendezvous(),
+            entrypoint=program,
+            args=args,
+            max_restarts=_MAX_RESTARTS,
+            monitor_interval=_PAUSE_SECONDS,
+            local_addr=_HOST,
+        )
+        super().__init__(spec, DefaultLogsSpecs(log_dir=str(log_dir)), start_method="fork")
+        self._stopped_seconds = stopped_seconds
+        self._stopped_since: dict[int, float] = {}
+        self._started = 0.0
+        self._pause = _FIRST_PAUSE_SECONDS
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        """Starts the ranks, after a pause if the last ones ended soon."""
+        now = time.monotonic()
+        if self._started and now - self._started < _STEADY_SECONDS:
+            time.sleep(self._pause)
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
+        else:
+            self._pause = _FIRST_PAUSE_SECONDS
+        self._started = time.monotonic()
+        super()._initialize_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Called in a loop, after each start: waits for a rank's end, then says how the group is."""
+        assert self._pcontext is not None
+        found = [ProcessIdentity.find(pid) for pid in self._pcontext.pids().values()]
+        ranks = [rank for rank in found if rank is not None]
+        if len(ranks) < len(found) or self._first_end(ranks, _LOOK_SECONDS):
+            deadline = time.monotonic() + _FAREWELL_SECONDS
+            while ranks := [rank for rank in ranks if rank.is_alive()]:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._first_end(ranks, left)
+            # They hold nothing that a slower end could save, and one that is stopped would not heed a SIGTERM.
+            for rank in ranks:
+                rank.kill()
+        else:
+            self._end_stopped(ranks)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+    @staticmethod
+    def _first_end(ranks: list[ProcessIdentity], seconds: float) -> bool:
+        """Waits for the end of one of them; False if none came in time."""
+        poll = select.poll()
+        descriptors = []
+        try:
+            for rank in ranks:
+                descriptors.append(os.pidfd_open(rank.pid))
+                poll.register(descriptors[-1], select.POLLIN)
+            return bool(poll.poll(max(1.0, 1000 * seconds)))
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _end_stopped(self, ranks: list[ProcessIdentity]) -> None:
+        now = time.monotonic()
+        stopped = [rank for rank in ranks if rank.is_stopped()]
+        self._stopped_since = {rank.pid: self._stopped_since.get(rank.pid, now) for rank in stopped}
+        for rank in stopped:
+            if now - self._stopped_since[rank.pid] > self._stopped_seconds:
+                rank.kill()

@@ -1,0 +1,70 @@
+"""`python -m compute_worker.launch`: all ranks of a group on this host, under torchelastic, which starts them anew
+together when one of them ends.
+
+Without a GPU the ranks are forks of this process, which has imported all that they need: the imports take longer than
+the rest of starting a small model, and are done once for the group, not by each rank and again at each restart. Where
+there is a GPU each rank is a program of its own, since CUDA does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from epilora.process import die_with_parent
+from epilora.settings import WorkerSettings
+from epilora.settings_errors import settings_or_exit
+
+_GPU_DRIVER = Path("/dev/nvidiactl")
+_SIGNAL_EXIT = 128
+
+
+def main() -> None:
+    """Runs the group until it is told to end."""
+    settings = settings_or_exit(WorkerSettings)
+    if settings.num_ranks > 1:
+        # As torchrun does: ranks share the cores. It counts when torch is imported; ranks set their own threads later.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    mine = str(os.getpid())
+    program: Callable[[str], None] | str
+    args: tuple[str, ...]
+    if _GPU_DRIVER.exists():
+        program, args = sys.executable, ("-m", "epilora.process", mine, "compute_worker")
+    else:
+        import compute_worker.__main__  # noqa: F401  what every fork needs
+
+        program, args = run_rank, (mine,)
+    from compute_worker.group_agent import GroupAgent, SignalException
+
+    agent = GroupAgent(
+        num_ranks=settings.num_ranks,
+        program=program,
+        args=args,
+        log_dir=settings.run_dir / "torchelastic",
+        stopped_seconds=settings.collective_timeout_seconds,
+    )
+    # What is there now is shared with the forks, as long as nobody writes to it: collections of cycles leave it alone.
+    gc.freeze()
+    try:
+        agent.run()
+    except SignalException as error:
+        sys.exit(_SIGNAL_EXIT + error.sigval)
+
+
+def run_rank(launcher_pid: str) -> None:
+    """One rank, in a fork of the launcher."""
+    # The launcher's handlers raise an exception of torchelastic's.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    die_with_parent(int(launcher_pid))
+    from compute_worker.__main__ import main as run_worker
+
+    run_worker()
+
+
+if __name__ == "__main__":
+    main()
