@@ -51,7 +51,7 @@ def make_channel(address: str, *, max_message_bytes: int = DEFAULT_MAX_MESSAGE_B
             *_options(max_message_bytes),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.min_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", 1000),
+            ("grpc.max_reconnect_backoff_ms", 300),
         ],
     )
 

@@ -38,6 +38,8 @@ async def _run(settings: GatewaySettings) -> None:
 
 def main() -> int:
     """Entry point."""
+    # The tokenizer's library would import torch, for models that are not here: seconds at every start, and 200 MB.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     settings = settings_or_exit(GatewaySettings)
     setup_logs("gateway", level=settings.log_level)
     try:

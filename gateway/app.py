@@ -129,9 +129,10 @@ class Gateway:
     def _register(self, server: Any) -> None:
         adapters = AdapterServicer(self._lifecycle, self._table, self._keeper)
         adapter_service_pb2_grpc.add_AdapterServiceServicer_to_server(adapters, server)
-        generation = GenerationServicer(self._generator)
+        generation = GenerationServicer(self._generator, self._in_flight)
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
-        expert_service_pb2_grpc.add_ExpertServiceServicer_to_server(ExpertServicer(self._experts), server)
+        experts = ExpertServicer(self._experts, self._in_flight)
+        expert_service_pb2_grpc.add_ExpertServiceServicer_to_server(experts, server)
         cluster = ClusterServicer(self._cluster, self._rebalancer, self._keeper)
         cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, server)
 

@@ -1,4 +1,4 @@
-"""The calls that are being answered: what they use, how to end them from outside."""
+"""The calls that are being answered: what they use, how to end them from outside, when all have their answers."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class InFlight:
     def __init__(self) -> None:
         self._tickets: set[Ticket] = set()
         self._per_rank: Counter[int] = Counter()
+        self._num_unanswered = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -58,8 +59,26 @@ class InFlight:
         finally:
             self._tickets.discard(ticket)
             self._per_rank[ep_rank] -= 1
-            if not self._tickets:
-                self._idle.set()
+            self._look()
+
+    def until_answered(self, context: Any) -> None:
+        """Counts a public call until its status has left: were the server stopped before, its caller would see
+        CANCELLED instead.
+
+        Args:
+            context: the servicer's.
+        """
+        self._num_unanswered += 1
+        self._idle.clear()
+        context.add_done_callback(self._answered)
+
+    def _answered(self, _: Any) -> None:
+        self._num_unanswered -= 1
+        self._look()
+
+    def _look(self) -> None:
+        if not self._tickets and not self._num_unanswered:
+            self._idle.set()
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -76,7 +95,7 @@ class InFlight:
         return len(tickets)
 
     async def idle(self, timeout_seconds: float) -> bool:
-        """Waits until nothing is in flight; False if that took too long."""
+        """Waits until nothing is in flight and every call has its status; False if that took too long."""
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._idle.wait()

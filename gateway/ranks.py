@@ -24,6 +24,8 @@ GROUP_ID = 0
 MAX_MISSED_PROBES = 2
 """A rank that is there but answers no probe in time this often in a row is lost: less could be a pause of its host."""
 RETRY_AFTER_SECONDS = 1.0
+LOST_PROBE_SECONDS = 0.1
+"""Between two looks at a rank that is not ready: it may be back any moment."""
 
 
 @dataclass(slots=True)
@@ -117,8 +119,9 @@ class Group:
             await self._probe(rank)
             if rank.num_missed:
                 continue
+            interval = self._settings.probe_interval_seconds
             try:
-                async with asyncio.timeout(self._settings.probe_interval_seconds):
+                async with asyncio.timeout(min(interval, LOST_PROBE_SECONDS) if rank.problem else interval):
                     await wake.wait()
             except TimeoutError:
                 pass

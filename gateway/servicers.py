@@ -21,6 +21,7 @@ from gateway.adapter_table import AdapterTable
 from gateway.cluster import Cluster
 from gateway.experts import Experts
 from gateway.generation import Generator
+from gateway.in_flight import InFlight
 from gateway.keeper import Keeper
 from gateway.lifecycle import Lifecycle
 from gateway.listing import list_adapters
@@ -96,24 +97,28 @@ def _drain_timeout(request: adapter_service_pb2.UnloadAdapterRequest) -> float |
 class GenerationServicer(generation_service_pb2_grpc.GenerationServiceServicer):
     """GenerationService."""
 
-    def __init__(self, generator: Generator) -> None:
+    def __init__(self, generator: Generator, in_flight: InFlight) -> None:
         self._generator = generator
+        self._in_flight = in_flight
 
     async def Generate(  # noqa: N802
         self, request: generation_service_pb2.GenerateRequest, context: Any
     ) -> None:
+        self._in_flight.until_answered(context)
         await _send(self._generator.generate(request, timeout_seconds=context.time_remaining()), context)
 
 
 class ExpertServicer(expert_service_pb2_grpc.ExpertServiceServicer):
     """ExpertService."""
 
-    def __init__(self, experts: Experts) -> None:
+    def __init__(self, experts: Experts, in_flight: InFlight) -> None:
         self._experts = experts
+        self._in_flight = in_flight
 
     async def Forward(  # noqa: N802
         self, request_iterator: AsyncIterator[expert_service_pb2.ForwardRequest], context: Any
     ) -> None:
+        self._in_flight.until_answered(context)
         await _send(self._experts.forward(request_iterator, timeout_seconds=context.time_remaining()), context)
 
 

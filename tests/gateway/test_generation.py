@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -150,6 +151,29 @@ async def test_cancelled_call_frees_its_place(cluster: Cluster) -> None:
     async with asyncio.timeout(2):
         while cluster.ranks.active[1] or (await cluster.client.get("a")).num_requests_in_flight:
             await asyncio.sleep(0.01)
+
+
+async def test_a_call_is_in_flight_until_its_status_has_left(cluster: Cluster) -> None:
+    in_flight = cluster.gateway._in_flight
+    assert await answer(cluster)
+    assert await in_flight.idle(5)
+    await refused(cluster.client.generation.Generate(BAD["no prompt"][0]))
+    assert await in_flight.idle(5)
+    cluster.ranks.token_pause = 0.05
+    call = cluster.client.generate("", 60)
+    await call.read()
+    assert not await in_flight.idle(0.05)
+    call.cancel()
+    assert await in_flight.idle(5)
+
+    # The call is over for its ticket before its status is on the way; what comes between may take long.
+    answered: list[Any] = []
+    with in_flight.ticket(0):
+        in_flight.until_answered(SimpleNamespace(add_done_callback=answered.append))
+    assert not len(in_flight)
+    assert not await in_flight.idle(0.05)
+    answered[0](None)
+    assert await in_flight.idle(5)
 
 
 async def test_deadline_reaches_the_worker(cluster: Cluster) -> None:
