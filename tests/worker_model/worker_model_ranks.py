@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,8 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["compute_worker.model_runner", "transformers.models.qwen2_moe.modeling_qwen2_moe"])
     processes = [
-        context.Process(target=_enter, args=(rank, num_ranks, port, function, work)) for rank in range(num_ranks)
+        context.Process(target=_enter, args=(rank, num_ranks, port, function, work, deadline_seconds))
+        for rank in range(num_ranks)
     ]
     for process in processes:
         process.start()
@@ -45,7 +47,18 @@ def run_ranks(
     return [torch.load(work / f"result-{rank}", weights_only=False) for rank in range(num_ranks)]
 
 
-def _enter(ep_rank: int, num_ranks: int, port: int, function: Callable[[int, Path], Results], work: Path) -> None:
+def _enter(  # noqa: PLR0917
+    ep_rank: int,
+    num_ranks: int,
+    port: int,
+    function: Callable[[int, Path], Results],
+    work: Path,
+    deadline_seconds: float,
+) -> None:
+    # A run of tests that was killed kills no ranks: they are the fork server's children.
+    end = threading.Timer(deadline_seconds, os._exit, (1,))
+    end.daemon = True
+    end.start()
     os.environ.update(
         RANK=str(ep_rank),
         LOCAL_RANK=str(ep_rank),
