@@ -173,10 +173,13 @@ class Gateway:
         )
         await self._rebalancer.ended()
         await self._lifecycle.stop()
-        if not await self._in_flight.idle(timeout):
-            message = f"the gateway is stopping, and this call had not finished {timeout:g} s later"
-            self._in_flight.end_all(UnavailableError(message, reason="SHUTTING_DOWN", retry_after_seconds=1.0))
-            await self._in_flight.idle(ENDED_CALLS_SECONDS)
+        drained = await self._in_flight.idle(timeout)
+        message = "the gateway is stopping" + (
+            "" if drained else f", and this call had not finished {timeout:g} s later"
+        )
+        # Calls go on coming while callers hear of the stop: those after this get the same answer.
+        self._in_flight.close(UnavailableError(message, reason="SHUTTING_DOWN", retry_after_seconds=1.0))
+        await self._in_flight.idle(ENDED_CALLS_SECONDS)
         if self._server is not None:
             await self._server.server.stop(LAST_WRITES_SECONDS)
         for task in self._tasks:

@@ -44,12 +44,19 @@ class InFlight:
         self._tickets: set[Ticket] = set()
         self._per_rank: Counter[int] = Counter()
         self._num_unanswered = 0
+        self._refusal: EpiloraError | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
     @contextmanager
     def ticket(self, ep_rank: int) -> Iterator[Ticket]:
-        """A ticket for the duration of one call."""
+        """A ticket for the duration of one call.
+
+        Raises:
+            EpiloraError: what `close` was given, once it was called.
+        """
+        if self._refusal is not None:
+            raise self._refusal
         ticket = Ticket(ep_rank)
         self._tickets.add(ticket)
         self._per_rank[ep_rank] += 1
@@ -93,6 +100,11 @@ class InFlight:
         for ticket in tickets:
             ticket.end(error)
         return len(tickets)
+
+    def close(self, error: EpiloraError) -> None:
+        """Ends every call, and each that comes later as soon as it asks for its ticket."""
+        self._refusal = error
+        self.end_all(error)
 
     async def idle(self, timeout_seconds: float) -> bool:
         """Waits until nothing is in flight and every call has its status; False if that took too long."""

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from epilora.errors import ResourceExhaustedError
+from epilora.errors import ResourceExhaustedError, UnavailableError
 from epilora.v1 import generation_service_pb2
 from gateway.text import Tokenizer
 from tests.gateway.conftest import Cluster, refused
@@ -200,3 +200,16 @@ async def test_logits_are_cut_with_the_tokens(cluster: Cluster) -> None:
     tensor = types_pb2.Tensor(dtype=types_pb2.DATA_TYPE_FLOAT32, shape=[3, 2], data=bytes(range(24)))
     _keep_rows(tensor, 2)
     assert (list(tensor.shape), tensor.data) == ([2, 2], bytes(range(16)))
+
+
+async def test_a_call_that_comes_while_the_server_stops_is_told_so(cluster: Cluster) -> None:
+    """Whoever calls again at once would otherwise be cut off by the server's end, as CANCELLED."""
+    cluster.ranks.token_pause = 0.05
+    running = asyncio.create_task(refused(cluster.client.generate("", 60)))
+    async with asyncio.timeout(5):
+        while not len(cluster.gateway._in_flight):
+            await asyncio.sleep(0.01)
+    cluster.gateway._in_flight.close(UnavailableError("the gateway is stopping", reason="SHUTTING_DOWN"))
+    for error in (await running, await refused(cluster.client.generation.Generate(request()))):
+        assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
+    assert await cluster.gateway._in_flight.idle(5)
