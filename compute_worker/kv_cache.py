@@ -7,9 +7,11 @@ reads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -25,6 +27,15 @@ class KVShape:
     def num_elements(self) -> int:
         """Of keys and values together."""
         return self.num_heads * (self.key_dim + self.value_dim)
+
+
+def zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """torch.zeros, but on a CPU nothing is written: the system hands out zeros where a page is first touched, so that a
+    large cache that is little used takes neither time at the start nor memory."""
+    if device.type != "cpu":
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(tuple(shape))
 
 
 class KVCache:
@@ -51,11 +62,11 @@ class KVCache:
         self.spare_slot = self.padding_slot + 1
         slots = self.spare_slot + 1
         self.k = {
-            layer: torch.zeros((slots, shape.num_heads, shape.key_dim), dtype=dtype, device=device)
+            layer: zeros((slots, shape.num_heads, shape.key_dim), dtype=dtype, device=device)
             for layer, shape in shapes.items()
         }
         self.v = {
-            layer: torch.zeros((slots, shape.num_heads, shape.value_dim), dtype=dtype, device=device)
+            layer: zeros((slots, shape.num_heads, shape.value_dim), dtype=dtype, device=device)
             for layer, shape in shapes.items()
         }
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from compute_worker.kv_cache import zeros
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateShape:
@@ -54,12 +56,12 @@ class StateCache:
         self.num_places = num_places
         self.spare_place = num_places
         self.conv = {
-            layer: torch.zeros((num_places + 1, *shape.conv), dtype=shape.conv_dtype, device=device)
+            layer: zeros((num_places + 1, *shape.conv), dtype=shape.conv_dtype, device=device)
             for layer, shape in shapes.items()
             if shape.conv is not None
         }
         self.recurrent = {
-            layer: torch.zeros((num_places + 1, *shape.recurrent), dtype=shape.recurrent_dtype, device=device)
+            layer: zeros((num_places + 1, *shape.recurrent), dtype=shape.recurrent_dtype, device=device)
             for layer, shape in shapes.items()
             if shape.recurrent is not None
         }
