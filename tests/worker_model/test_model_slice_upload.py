@@ -69,7 +69,8 @@ def test_a_file_that_shrinks_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
             before(*arguments)  # type: ignore[arg-type]
 
         monkeypatch.setattr(uploader, "_run", shrink_first)
-        with pytest.raises(InternalError, match="ended at byte 3500"):
+        # Whichever thread is first to come to the end.
+        with pytest.raises(InternalError, match=r"ended at byte (3500|4000)"):
             uploader.upload(stream)
 
 
