@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.service.harness import REPOSITORY, Service
@@ -122,3 +124,14 @@ def test_ready_file_and_metrics(service: Service) -> None:
         "worker": 2,
     }
     assert json.loads((service.state_dir / "registry.json").read_text())["adapters"] == {}
+
+
+def test_ranks_at_rest_cost_little(service: Service) -> None:
+    pids = service.pids()
+    processes = [psutil.Process(pid) for role in ("worker", "torchelastic") for pid in pids[role]]
+    time.sleep(0.3)
+    before, start = [sum(process.cpu_times()[:2]) for process in processes], time.monotonic()
+    time.sleep(2)
+    seconds = time.monotonic() - start
+    used = [sum(process.cpu_times()[:2]) - then for process, then in zip(processes, before, strict=True)]
+    assert max(used) / seconds < 0.05, dict(zip(pids, used, strict=False))

@@ -11,7 +11,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from epilora.rpc import error_from
 from epilora.v1 import adapter_service_pb2, generation_service_pb2, types_pb2
 from tests.service.harness import Service
 
@@ -57,31 +56,6 @@ class Traffic:
         for thread in self._threads:
             thread.join(seconds)
         assert not any(thread.is_alive() for thread in self._threads), "a call hangs"
-
-
-def test_killed_worker(start_service: Callable[..., Service], models: Path, adapters: Path) -> None:
-    service = start_service(models / "qwen3moe-T", ranks=2)
-    generations = {
-        name: service.load(name, adapters / source).generation for name, source in (("a", PER_EXPERT), ("b", FUSED))
-    }
-    before = {name: service.tokens(PROMPT, name) for name in ("", "a", "b")}
-    traffic = Traffic(service, "a", 4)
-    service.kill(service.worker_pid(1))
-    assert service.until_health("NOT_SERVING", NOTICED_SECONDS) < NOTICED_SECONDS
-    traffic.join(NOTICED_SECONDS)
-    for error in traffic.errors:
-        mapped = error_from(error)  # type: ignore[arg-type]
-        assert (mapped.code, mapped.reason) == (grpc.StatusCode.UNAVAILABLE, "RANK_LOST"), mapped.message
-        assert mapped.retry_after_seconds
-    service.until_health("SERVING", RESTORED_SECONDS)
-    assert {name: service.tokens(PROMPT, name) for name in ("", "a", "b")} == before
-    assert {name: service.get(name).generation for name in ("a", "b")} == generations
-
-    # Again, and the other rank this time: a restart is no one-off.
-    service.kill(service.worker_pid(0))
-    service.until_health("NOT_SERVING", NOTICED_SECONDS)
-    service.until_health("SERVING", RESTORED_SECONDS)
-    assert {name: service.tokens(PROMPT, name) for name in ("", "a", "b")} == before
 
 
 @pytest.mark.soak
