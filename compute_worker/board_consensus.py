@@ -55,11 +55,17 @@ class BoardConsensus:
         self._number += 1
         self._board.write(self._number, mine.to_vector())
         start = time.monotonic()
-        proposals = [
-            mine if ep_rank == self._ep_rank else Proposal.from_vector(self._wait_for(ep_rank, mine.step, start))
-            for ep_rank in range(len(self._ranks))
-        ]
-        assert all(p.step == mine.step for p in proposals), f"ranks are at steps {[p.step for p in proposals]}"
+        proposals = []
+        for ep_rank in range(len(self._ranks)):
+            if ep_rank == self._ep_rank:
+                proposals.append(mine)
+                continue
+            vector = self._board.read(ep_rank, self._number)
+            if vector is None:
+                vector = self._wait_for(ep_rank, mine.step, start)
+            theirs = Proposal.from_vector(vector)
+            assert theirs.step == mine.step, f"rank {ep_rank} is at step {theirs.step}, this one at {mine.step}"
+            proposals.append(theirs)
         return proposals
 
     def rest_seconds(self, idle_seconds: float) -> float:
@@ -88,9 +94,9 @@ class BoardConsensus:
 
     def _wait_for(self, ep_rank: int, step: int, start: float) -> list[int]:
         """One rank's vector of this exchange."""
-        board, next_look = self._board, start + _LIVENESS_SECONDS
+        board, number, next_look = self._board, self._number, start + _LIVENESS_SECONDS
         while True:
-            vector = board.read(ep_rank, self._number)
+            vector = board.read(ep_rank, number)
             if vector is not None:
                 return vector
             now = time.monotonic()
@@ -100,7 +106,7 @@ class BoardConsensus:
                 self._check(ep_rank, step, now - start)
                 next_look = now + _LIVENESS_SECONDS
             board.arm()
-            if not board.is_written(ep_rank, self._number):
+            if not board.is_written(ep_rank, number):
                 board.sleep(_SLEEP_SECONDS)
 
     def _check(self, ep_rank: int, step: int, waited_seconds: float) -> None:

@@ -17,6 +17,7 @@ from epilora.errors import UnavailableError
 
 NO_LAYER = -1
 NUM_FIELDS = 11
+_NO_ENTRY = [0, 0, 0, 0]
 
 _ALONE_SECONDS = 1.0
 _LOOK_SECONDS = 0.002
@@ -51,18 +52,11 @@ class Proposal(NamedTuple):
 
     def to_vector(self) -> list[int]:
         """As int64s."""
-        entry = self.announced
-        tail = [entry.number, entry.operation, entry.generation, entry.adapter_slot] if entry else [0, 0, 0, 0]
-        return [
-            self.step,
-            self.num_tokens,
-            self.expert_layer,
-            self.num_expert_tokens,
-            self.acknowledged,
-            self.refused,
-            int(self.stopping),
-            *tail,
-        ]
+        step, tokens, layer, expert_tokens, acknowledged, refused, entry, stopping = self
+        vector = [step, tokens, layer, expert_tokens, acknowledged, refused, int(stopping)]
+        if entry is None:
+            return vector + _NO_ENTRY
+        return [*vector, entry.number, entry.operation, entry.generation, entry.adapter_slot]
 
     @classmethod
     def from_vector(cls, vector: list[int]) -> Proposal:
@@ -73,16 +67,8 @@ class Proposal(NamedTuple):
         entry = None
         if number:
             entry = Entry(number=number, operation=Operation(operation), generation=generation, adapter_slot=slot)
-        return cls(
-            step=step,
-            num_tokens=tokens,
-            expert_layer=layer,
-            num_expert_tokens=expert_tokens,
-            acknowledged=acknowledged,
-            refused=refused,
-            announced=entry,
-            stopping=bool(stopping),
-        )
+        # By position, since by name it takes twice as long.
+        return cls(step, tokens, layer, expert_tokens, acknowledged, refused, entry, stopping != 0)
 
 
 class Consensus(Protocol):
