@@ -9,16 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.dispatch_simulation import (
-    LINKS,
-    MODELS,
-    RESULTS,
-    Links,
-    Model,
-    destinations,
-    document,
-    simulate,
-)
+from benchmarks.dispatch_costs import MODELS, Links, Model, OneSided, destinations, simulate
+from benchmarks.dispatch_simulation import LINKS, RESULTS, document, errors_at_two
 from compute_worker.dispatch.packed_rows import pack_tokens
 
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
@@ -67,6 +59,33 @@ def test_more_ranks_and_tokens_cost_more() -> None:
             assert by_ranks == sorted(by_ranks)
             by_tokens = [simulate(links, model, backend, 64, tokens).links_us for tokens in (1, 8, 64, 256)]
             assert by_tokens == sorted(by_tokens)
+
+
+def one_sided_cell(hidden: int, num_tokens: int, us: float) -> dict[str, object]:
+    """Dispatch and combine take as long."""
+    return {
+        "backend": "one_sided",
+        "hidden": hidden,
+        "tokens_per_rank": num_tokens,
+        "with_slots": True,
+        "dispatch_us": us,
+        "combine_us": us,
+    }
+
+
+def test_one_sided_takes_what_as_many_bytes_took() -> None:
+    links, model = Links(FIGURES), MODELS[0]
+    cells = [one_sided_cell(model.hidden, num_tokens, us) for num_tokens, us in ((64, 6.0), (256, 10.0))]
+    one_sided = OneSided(links, cells)
+    assert one_sided.layer_us(model, 2, 256) == pytest.approx(20, rel=0.01)
+    assert one_sided.layer_us(model, 2, 4 * 256) == pytest.approx(80, rel=0.03)
+    assert 12 < one_sided.layer_us(model, 2, 128) < 20
+    assert one_sided.layer_us(model, 8, 64) > one_sided.layer_us(model, 2, 64)
+    assert one_sided.layer_us(model, 16, 64) is None
+    assert OneSided(links, []).layer_us(model, 2, 64) is None
+    # Without the cell that it is compared with: 256 tokens in proportion to 64.
+    errors = errors_at_two(links, {"cells": cells})
+    assert [row["ratio"] for row in errors] == [pytest.approx(10 / 6, rel=0.01), pytest.approx(2.4, rel=0.03)]
 
 
 def test_the_page_is_what_the_simulation_says() -> None:
