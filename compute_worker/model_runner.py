@@ -18,6 +18,7 @@ from compute_worker.base_weights import BaseWeights
 from compute_worker.checkpoint import load_model
 from compute_worker.decode_step import DecodeSteps, FixedInputs
 from compute_worker.dense_lora import DenseLora, DenseTokens
+from compute_worker.dispatch.choose import RowSizes, make_dispatcher
 from compute_worker.ep_group import EPGroup
 from compute_worker.expert_load import LoadOfAdapters
 from compute_worker.expert_shard import ExpertShard
@@ -35,7 +36,6 @@ from compute_worker.runner_parts import (
     attach_expert_layers,
     choose_backend,
     compute_exactly,
-    make_dispatcher,
     make_experts,
     make_kv_cache,
     make_state_cache,
@@ -114,7 +114,7 @@ class ModelRunner:
         self._backend = backend
         use_fused_ops(self._model, backend, group.device)
         make = make_experts(backend, settings)
-        self._dispatcher = make_dispatcher(settings, group)
+        self._dispatcher = make_dispatcher(settings, group, RowSizes.of(settings, model, self.dtype))
         self._layers = attach_expert_layers(
             self._model,
             model,

@@ -14,12 +14,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from compute_worker.checkpoint import ATTENTION_IMPLEMENTATION, EXPERTS_IMPLEMENTATION
-from compute_worker.dispatch.all_to_all import AllToAllDispatcher
-from compute_worker.dispatch.allgather_reducescatter import AllGatherDispatcher
 from compute_worker.dispatch.base import Dispatcher
-from compute_worker.dispatch.local import LocalDispatcher
 from compute_worker.dispatch.packed_rows import HAS_TRITON
-from compute_worker.ep_group import EPGroup
 from compute_worker.expert_layer import ExpertLayer, PhysicalExperts, experts_function
 from compute_worker.expert_load import ExpertLoad
 from compute_worker.experts_base import ExpertWeights, LayerExperts
@@ -123,27 +119,6 @@ def use_fused_ops(model: PreTrainedModel, backend: str, device: torch.device) ->
     from compute_worker.fused_rotary import replace_rotary
 
     _log.info("fused operations", norms=replace_rms_norms(model), rotary=replace_rotary(model))
-
-
-def make_dispatcher(settings: WorkerSettings, group: EPGroup) -> Dispatcher:
-    """The dispatch backend: local for one rank, allgather_reducescatter for several, unless the settings name one.
-
-    Raises:
-        InvalidArgumentError: local dispatch for several ranks.
-    """
-    name = settings.dispatch_backend
-    if name == "auto":
-        name = "local" if group.num_ranks == 1 else "allgather_reducescatter"
-    if name == "local":
-        if group.num_ranks > 1:
-            raise InvalidArgumentError(
-                f"EPILORA_DISPATCH_BACKEND is local, but there are {group.num_ranks} ranks; use"
-                " allgather_reducescatter or all_to_all",
-                reason="DISPATCH_BACKEND",
-            )
-        return LocalDispatcher()
-    _log.info("dispatch backend chosen", backend=name, num_ranks=group.num_ranks)
-    return AllToAllDispatcher(group) if name == "all_to_all" else AllGatherDispatcher(group)
 
 
 def rank_multiple_of(backend: str, dtype: torch.dtype) -> int:

@@ -79,9 +79,10 @@ class WorkerSettings(CommonSettings):
     decode_graphs: Literal["auto", "off"] = "auto"
     """auto: steps in which every sequence has one token run as one CUDA graph, where expert_backend is triton and the
     dispatch backend has fixed shapes (docs/kernels.md)."""
-    dispatch_backend: Literal["auto", "local", "allgather_reducescatter", "all_to_all"] = "auto"
+    dispatch_backend: Literal["auto", "local", "allgather_reducescatter", "all_to_all", "one_sided"] = "auto"
     """How rows travel to their experts: allgather_reducescatter sends each token to every rank, all_to_all only to the
-    ranks of its experts. auto: local for one rank, allgather_reducescatter for several (docs/dispatch.md)."""
+    ranks of its experts, one_sided writes it there, between GPUs of one host. auto: local for one rank; for several,
+    one_sided where it can be and is measured to be faster, else allgather_reducescatter (docs/dispatch.md)."""
     expert_tp: int = Field(default=1, ge=1)
     """Ranks that share each expert, every one with a part of its width; the placement is over num_ranks / expert_tp."""
     num_adapter_slots: int = Field(default=32, ge=1, le=1024)

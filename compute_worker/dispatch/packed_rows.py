@@ -75,7 +75,7 @@ def pack_tokens(
 
     Padding rows hold zeros, experts and extras -1.
     """
-    extra_TX, top_k = _stacked(extras, x_TD), expert_TK.shape[1]
+    extra_TX, top_k = stacked_extras(extras, x_TD), expert_TK.shape[1]
     layout = RowLayout.of_counts(
         [
             (x_TD.shape[1], x_TD.dtype),
@@ -143,7 +143,7 @@ def uses_kernels(x_TD: torch.Tensor) -> bool:
     return x_TD.is_cuda and HAS_TRITON and x_TD.shape[1] * x_TD.element_size() % _WORD_BYTES == 0
 
 
-def _stacked(extras: ExtraTensors, x_TD: torch.Tensor) -> torch.Tensor:
+def stacked_extras(extras: ExtraTensors, x_TD: torch.Tensor) -> torch.Tensor:
     """int32 [T, X], in order of name."""
     columns = [extras[name].int() for name in sorted(extras)]
     if len(columns) == 1:

@@ -63,7 +63,9 @@ def serve(
     ] = None,
     dispatch: Annotated[
         str | None,
-        typer.Option(help="How rows travel: auto, local, allgather_reducescatter or all_to_all.", show_default="auto"),
+        typer.Option(
+            help="How rows travel: auto, local, allgather_reducescatter, all_to_all or one_sided.", show_default="auto"
+        ),
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.", show_default="auto")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.", show_default="auto")] = None,

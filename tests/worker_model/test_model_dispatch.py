@@ -4,180 +4,75 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from worker_model_dispatch import (
+    BACKENDS,
+    COLLECTIVES,
+    COUNTS,
+    HIDDEN,
+    LAYER,
+    LORA,
+    NUM_ADAPTER_SLOTS,
+    NUM_EXPERTS,
+    PEER_BYTES,
+    PLACEMENTS,
+    RANKS,
+    TOP_K,
+    Case,
+    Place,
+    make_dispatcher_of,
+    make_layer,
+    make_placement,
+    run_layer,
+    slots_of,
+    tokens_of,
+)
+from worker_model_peers import shared_memory
 from worker_model_ranks import Results, run_ranks
 from worker_model_support import small_config
 
-from compute_worker.adapter_buffers import AdapterTensors
-from compute_worker.dispatch.all_to_all import AllToAllDispatcher, needed_by_rank
+from compute_worker.dispatch.all_to_all import needed_by_rank
 from compute_worker.dispatch.allgather_reducescatter import SPLIT_BYTES, AllGatherDispatcher
-from compute_worker.dispatch.base import Dispatcher
 from compute_worker.dispatch.local import LocalDispatcher
+from compute_worker.dispatch.peer_memory import PeerMemory
 from compute_worker.dispatch.sequence_parallel import SequenceParallelDispatcher, part_of
 from compute_worker.ep_group import EPGroup
-from compute_worker.expert_layer import ExpertLayer, PhysicalExperts
 from compute_worker.expert_load import ExpertLoad
-from compute_worker.expert_shard import WHOLE, ExpertShard
-from compute_worker.experts_base import ExpertWeights, LoraPair
-from compute_worker.experts_loop import LoopBackend
-from compute_worker.experts_torch import TorchLayerExperts
-from compute_worker.step_context import CurrentStep, StepContext
-from epilora.model_spec import GateUpLayout, ModelSpec
-from epilora.placement import ExpertPlacement
+from compute_worker.expert_shard import ExpertShard
+from compute_worker.step_context import CurrentStep
+from epilora.model_spec import ModelSpec
 from epilora.settings import WorkerSettings
 
-RANKS = (1, 2, 3, 4)
-BACKENDS = ("allgather_reducescatter", "all_to_all")
-PLACEMENTS = ("linear", "round_robin", "explicit")
-LORA = ("all", "one", "no")
-COUNTS = {"even": (16, 16, 16, 16), "ragged": (9, 2, 5, 1), "zero": (0, 7, 0, 3)}
-NUM_EXPERTS, TOP_K, HIDDEN, WIDTH, LORA_RANK, LAYER = 7, 3, 32, 24, 2, 1
-COPIED = (0, 5)
-NUM_ADAPTER_SLOTS = 2
-
-
-class Case(NamedTuple):
-    """One cell of the table.
-
-    Attributes:
-        sp: ranks that hold the same tokens, of which each dispatches its part.
-        tp: ranks that share each expert's width.
-    """
-
-    backend: str
-    placement: str
-    lora: str
-    counts: str
-    sp: int = 1
-    tp: int = 1
-
-    def num_tokens(self, num_ranks: int) -> list[int]:
-        """Tokens that each rank holds."""
-        return [COUNTS[self.counts][rank // self.sp] for rank in range(num_ranks)]
-
-    def fits(self, num_ranks: int) -> bool:
-        return num_ranks % self.sp == 0 and num_ranks % self.tp == 0
-
-
-CASES = [Case(*parts) for parts in itertools.product(BACKENDS, PLACEMENTS, LORA, COUNTS)]
+CASES = [Case(*parts) for parts in itertools.product(COLLECTIVES, PLACEMENTS, LORA, COUNTS)]
 # With parallel ranks each pair of placement, adapters and counts once.
 CASES += [
     Case(backend, PLACEMENTS[i], LORA[j], [*COUNTS][(i + j) % 3], *parallel)
-    for backend in BACKENDS
+    for backend in COLLECTIVES
     for parallel in ((2, 1), (1, 2), (2, 2))
     for i in range(3)
     for j in range(3)
 ]
-
-
-def make_placement(name: str, model: ModelSpec, num_ranks: int) -> ExpertPlacement:
-    """explicit: experts in an odd order, and two of them on every rank, so that they have as many copies as ranks."""
-    if name != "explicit":
-        return ExpertPlacement.make(name, model, num_ranks)
-    order = [3 * expert % NUM_EXPERTS for expert in range(NUM_EXPERTS)]
-    ranks = [order[rank::num_ranks] for rank in range(num_ranks)]
-    table = tuple(tuple(experts + [e for e in COPIED if e not in experts]) for experts in ranks)
-    return ExpertPlacement(strategy="explicit", num_ranks=num_ranks, tables={LAYER: table})
-
-
-def random_tensor(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.3
-
-
-def make_layer(  # noqa: PLR0917
-    placement: ExpertPlacement,
-    ep_rank: int,
-    dispatcher: Dispatcher,
-    current: CurrentStep,
-    load: ExpertLoad,
-    shard: ExpertShard = WHOLE,
-) -> ExpertLayer:
-    """ep_rank: rank of the placement."""
-    local = list(placement.local_experts(LAYER, ep_rank))
-    gate_up_eHD = random_tensor(1, NUM_EXPERTS, 2 * WIDTH, HIDDEN)[local]
-    width = shard.width(WIDTH)
-    weights = ExpertWeights(
-        gate_up_eHD=shard.first(gate_up_eHD, 1, GateUpLayout.CONCATENATED),
-        down_eDF=shard.second(random_tensor(2, NUM_EXPERTS, HIDDEN, WIDTH)[local], 2).contiguous(),
-        gate=lambda h_RH: F.silu(h_RH[:, :width]) * h_RH[:, width:],
-        layout=GateUpLayout.CONCATENATED,
+# What an interpreter runs takes its time: each value once here, random ones in test_model_dispatch_random.
+CASES += [
+    Case("one_sided", *parts)
+    for parts in (
+        ("explicit", "all", "even"),
+        ("linear", "one", "ragged"),
+        ("round_robin", "no", "zero"),
+        ("round_robin", "all", "ragged", 2, 1),
+        ("linear", "all", "zero", 1, 2),
+        ("explicit", "one", "ragged", 2, 2),
     )
-    return ExpertLayer(
-        layer=LAYER,
-        experts=TorchLayerExperts(weights, LoopBackend()),
-        physical=PhysicalExperts.make(placement, LAYER, torch.device("cpu"), ep_rank=ep_rank),
-        dispatcher=dispatcher,
-        current=current,
-        counter=load.counter(LAYER),
-    )
-
-
-def make_adapter(seed: int, local: tuple[int, ...], shard: ExpertShard = WHOLE) -> AdapterTensors:
-    """Pairs of all local experts for both projections."""
-    pairs = {}
-    ranks = (LORA_RANK,) * len(local)
-    for projection, out_features, in_features in (("gate_up", 2 * WIDTH, HIDDEN), ("down", HIDDEN, WIDTH)):
-        a = random_tensor(10 * seed + out_features, NUM_EXPERTS, LORA_RANK, in_features)[list(local)]
-        b = random_tensor(11 * seed + out_features, NUM_EXPERTS, out_features, LORA_RANK)[list(local)]
-        a, b = shard.pair(projection, GateUpLayout.CONCATENATED, a.flatten(0, 1), b.flatten(), ranks)
-        pairs[projection] = LoraPair(
-            a=a,
-            b=b,
-            lora_rank=ranks,
-            scale_e=torch.full((len(local),), 0.5 * seed),
-            out_features=out_features if projection == "down" else shard.width(out_features),
-        )
-    return AdapterTensors(layers={LAYER: pairs}, dense={}, buffers=())
-
-
-def tokens_of(ep_rank: int, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(x, experts, weights) of one rank; a choice is missing here and there, token 4 has none at all."""
-    generator = torch.Generator().manual_seed(100 + ep_rank)
-    x_TD = torch.randn((num_tokens, HIDDEN), generator=generator)
-    weight_TK, expert_TK = torch.rand((num_tokens, NUM_EXPERTS), generator=generator).topk(TOP_K, dim=1)
-    expert_TK[1::5, 2] = -1
-    expert_TK[4::5] = -1
-    return x_TD, expert_TK, weight_TK
-
-
-def slots_of(lora: str, ep_rank: int, num_ranks: int, num_tokens: int) -> list[int]:
-    if lora == "no" or (lora == "one" and ep_rank != num_ranks - 1):
-        return [-1] * num_tokens
-    return [(-1, 0, 1)[t % 3] for t in range(num_tokens)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Whose tokens run, the tokens of every rank of the dispatch, and the experts that are local."""
-
-    ep_rank: int
-    num_ranks: int
-    counts: list[int]
-    local: tuple[int, ...]
-    shard: ExpertShard = WHOLE
-
-
-def run_layer(layer: ExpertLayer, current: CurrentStep, case: Case, place: Place) -> torch.Tensor:
-    """The layer's output for the tokens that a case gives to a rank."""
-    num_tokens = case.num_tokens(place.num_ranks)[place.ep_rank]
-    holder = place.ep_rank // case.sp
-    adapters = {slot: make_adapter(slot + 1, place.local, place.shard) for slot in (0, 1)}
-    for slot, adapter in adapters.items():
-        layer.experts.set_adapter(slot, adapter.layers[LAYER])
-    current.context = StepContext(
-        adapter_slots=slots_of(case.lora, holder, place.num_ranks // case.sp, num_tokens),
-        num_tokens_per_rank=place.counts,
-        active=adapters,
-        device=torch.device("cpu"),
-    )
-    return layer.forward(*tokens_of(holder, num_tokens))
+    if "one_sided" in BACKENDS
+]
+WITH_COPIES = [Case(backend, "explicit", "all", "even") for backend in BACKENDS]
+TWINS = "round_robin"
 
 
 def rank_main(ep_rank: int, work: Path) -> Results:
@@ -190,21 +85,24 @@ def rank_main(ep_rank: int, work: Path) -> Results:
         data_group = dist.new_group(range(num_ranks))
         if ep_rank < num_ranks:
             group = replace(everyone, num_ranks=num_ranks, data_group=data_group)
+            memory = shared_memory(group, work, PEER_BYTES) if "one_sided" in BACKENDS else None
             results[str(num_ranks)] = {
-                case: _run_case(case, model, replace(group, expert_tp=case.tp), pairs)
+                case: _run_case(case, model, replace(group, expert_tp=case.tp), pairs, memory)
                 for case in CASES
                 if case.fits(num_ranks)
             }
+            results[f"twins {num_ranks}"] = _run_twins(model, group, memory)
+            if memory is not None:
+                results[f"written {num_ranks}"] = _written(group, memory)
     return results
 
 
-def _run_case(case: Case, model: ModelSpec, group: EPGroup, pairs: list[dist.ProcessGroup]) -> Results:
+def _run_case(
+    case: Case, model: ModelSpec, group: EPGroup, pairs: list[dist.ProcessGroup], memory: PeerMemory | None
+) -> Results:
     # Both forms of rows: hidden states packed, and beside them.
     split_bytes = 0 if case.placement == "round_robin" else SPLIT_BYTES
-    inner: AllToAllDispatcher | AllGatherDispatcher = AllGatherDispatcher(group, split_bytes=split_bytes)
-    if case.backend == "all_to_all":
-        inner = AllToAllDispatcher(group)
-    dispatcher: Dispatcher = inner
+    dispatcher = inner = make_dispatcher_of(case.backend, group, memory, split_bytes)
     if case.sp > 1:
         assert case.sp == 2, case
         dispatcher = SequenceParallelDispatcher(
@@ -228,6 +126,54 @@ def _run_case(case: Case, model: ModelSpec, group: EPGroup, pairs: list[dist.Pro
     results["rows by adapter"] = [load.rows_of(slot)[LAYER] for slot in range(-1, NUM_ADAPTER_SLOTS)]
     results["again"] = run_layer(layer, current, case, place)
     results["plain"] = run_layer(layer, current, case._replace(lora="no"), place)
+    return results
+
+
+def _run_twins(model: ModelSpec, group: EPGroup, memory: PeerMemory | None) -> Results:
+    """Where every rank holds the same tokens, some of them with adapters."""
+    results: Results = {}
+    for backend in BACKENDS:
+        placement, current = make_placement(TWINS, model, group.num_ranks), CurrentStep()
+        local = placement.local_experts(LAYER, group.ep_rank)
+        load = ExpertLoad({LAYER: len(local)}, NUM_ADAPTER_SLOTS, torch.device("cpu"))
+        layer = make_layer(placement, group.ep_rank, make_dispatcher_of(backend, group, memory), current, load)
+        # Groups of as many ranks as there are hold the tokens of one; none of them splits its run.
+        case = Case(backend, TWINS, "all", "ragged", sp=group.num_ranks)
+        place = Place(
+            ep_rank=group.ep_rank, num_ranks=group.num_ranks, counts=case.num_tokens(group.num_ranks), local=local
+        )
+        results[backend] = run_layer(layer, current, case, place)
+    return results
+
+
+def _written(group: EPGroup, memory: PeerMemory) -> Results:
+    """One-sided dispatch into memory that is all -1: what arrived where, and a layer too large for the memory."""
+    from compute_worker.dispatch.one_sided import OneSidedDispatcher
+    from compute_worker.kernels.one_sided import MAX_PROGRAMS
+
+    counts = COUNTS["ragged"][: group.num_ranks]
+    # Behind the flags.
+    memory.local[group.num_ranks * MAX_PROGRAMS * 4 :] = 255
+    dist.barrier(group=group.data_group)
+    dispatcher = OneSidedDispatcher(group, memory, overflow=AllGatherDispatcher(group))
+    base, remainder = divmod(NUM_EXPERTS, group.num_ranks)
+    offsets = [rank * base + min(rank, remainder) for rank in range(group.num_ranks + 1)]
+    x_TD, expert_TK, weight_TK = tokens_of(group.ep_rank, counts[group.ep_rank])
+    arrived, handle = dispatcher.dispatch(
+        x_TD, expert_TK, weight_TK, {}, rank_offsets=offsets, num_tokens_per_rank=counts, pad_to=max(counts) + 2
+    )
+    results = {"x": arrived.x_ND.clone(), "slot": arrived.slot_NK.clone()}
+    dispatcher.combine(torch.zeros_like(arrived.x_ND), handle)
+    many = [PEER_BYTES // HIDDEN] * group.num_ranks
+    _, handle = dispatcher.dispatch(
+        torch.zeros((many[0], HIDDEN)),
+        torch.zeros((many[0], TOP_K), dtype=torch.int64),
+        torch.zeros((many[0], TOP_K)),
+        {},
+        rank_offsets=offsets,
+        num_tokens_per_rank=many,
+    )
+    results["too many"] = type(handle).__name__
     return results
 
 
@@ -295,12 +241,10 @@ def test_all_to_all_sends_each_token_once_to_each_rank_of_its_experts(
             assert sent == [expected[rank // case.tp] for rank in range(num_ranks)], (case, ep_rank)
 
 
-@pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_rows_reach_every_copy(table: tuple[ModelSpec, list[Results]], backend: str, num_ranks: int) -> None:
+@pytest.mark.parametrize(("case", "num_ranks"), [(case, n) for case in WITH_COPIES for n in RANKS if case.fits(n)])
+def test_rows_reach_every_copy(table: tuple[ModelSpec, list[Results]], case: Case, num_ranks: int) -> None:
     model, results = table
     placement = make_placement("explicit", model, num_ranks)
-    case = Case(backend, "explicit", "all", "even")
     num_tokens = case.num_tokens(num_ranks)
     total: Counter[int] = Counter()
     for ep_rank in range(num_ranks):
@@ -319,6 +263,40 @@ def test_rows_reach_every_copy(table: tuple[ModelSpec, list[Results]], backend: 
                 by_adapter[expert] += count
         mine = chosen[slots == adapter_slot].flatten().tolist()
         assert by_adapter == Counter(expert for expert in mine if expert >= 0)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_that_hold_the_same_tokens_get_the_same_bits(
+    table: tuple[ModelSpec, list[Results]], backend: str, num_ranks: int
+) -> None:
+    """Where no expert has copies among which ranks would choose differently."""
+    _, results = table
+    outputs = [results[ep_rank][f"twins {num_ranks}"][backend] for ep_rank in range(num_ranks)]
+    assert outputs[0].abs().max() > 0
+    for output in outputs[1:]:
+        assert torch.equal(output, outputs[0])
+
+
+@pytest.mark.skipif("one_sided" not in BACKENDS, reason="its kernels need triton, and no GPU")
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_one_sided_writes_hidden_states_only_where_they_are_needed(
+    table: tuple[ModelSpec, list[Results]], num_ranks: int
+) -> None:
+    _, results = table
+    counts = COUNTS["ragged"][:num_ranks]
+    num_rows = max(counts) + 2
+    for ep_rank in range(num_ranks):
+        written = results[ep_rank][f"written {num_ranks}"]
+        assert written["too many"] == "CombineHandle"
+        needed = (written["slot"] >= 0).any(dim=1)
+        is_token = torch.cat([torch.arange(num_rows) < count for count in counts])
+        assert 0 < needed.sum() < needed.numel()
+        assert not (needed & ~is_token).any()
+        # Bytes of 255 are NaN.
+        assert written["x"].isnan().all(dim=1).tolist() == (~needed).tolist()
+        x_ND = torch.cat([F.pad(tokens_of(r, count)[0], (0, 0, 0, num_rows - count)) for r, count in enumerate(counts)])
+        assert torch.equal(written["x"][needed], x_ND[needed])
 
 
 def test_needed_ranks() -> None:

@@ -14,11 +14,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_model_dispatch import LAYER, NUM_ADAPTER_SLOTS, NUM_EXPERTS, make_adapter, make_layer, tokens_of
+from worker_model_dispatch import (
+    BACKENDS,
+    LAYER,
+    NUM_ADAPTER_SLOTS,
+    NUM_EXPERTS,
+    PEER_BYTES,
+    make_adapter,
+    make_dispatcher_of,
+    make_layer,
+    tokens_of,
+)
+from worker_model_peers import shared_memory
 from worker_model_ranks import Results, run_ranks
 
-from compute_worker.dispatch.all_to_all import AllToAllDispatcher
-from compute_worker.dispatch.allgather_reducescatter import AllGatherDispatcher
 from compute_worker.dispatch.base import Dispatcher
 from compute_worker.dispatch.local import LocalDispatcher
 from compute_worker.dispatch.sequence_parallel import SequenceParallelDispatcher
@@ -58,7 +67,7 @@ class Drawn:
         held = [rng.choice((0, 1, rng.randrange(40))) for _ in range(NUM_RANKS // sp)]
         slots = [[rng.randrange(-1, NUM_ADAPTER_SLOTS) for _ in range(count)] for count in held]
         return cls(
-            backend=rng.choice(("allgather_reducescatter", "all_to_all")),
+            backend=rng.choice(BACKENDS),
             split_bytes=rng.choice((0, 1 << 30)),
             sp=sp,
             tp=tp,
@@ -77,16 +86,15 @@ class Drawn:
 class Bench:
     """One rank's process groups, and the layer of a group of one."""
 
-    def __init__(self, group: EPGroup) -> None:
+    def __init__(self, group: EPGroup, work: Path) -> None:
         self._group = group
+        self._memory = shared_memory(group, work, PEER_BYTES) if "one_sided" in BACKENDS else None
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         self._pair = pairs[group.ep_rank // 2]
 
     def output(self, case: Drawn) -> torch.Tensor:
         group = replace(self._group, expert_tp=case.tp)
-        dispatcher: Dispatcher = AllGatherDispatcher(group, split_bytes=case.split_bytes)
-        if case.backend == "all_to_all":
-            dispatcher = AllToAllDispatcher(group)
+        dispatcher = make_dispatcher_of(case.backend, group, self._memory, case.split_bytes)
         if case.sp > 1:
             dispatcher = SequenceParallelDispatcher(dispatcher, group=self._pair, num_parts=2, part=group.ep_rank % 2)
         shard = ExpertShard(index=group.expert_tp_rank, count=case.tp)
@@ -120,7 +128,7 @@ class Bench:
 
 def rank_main(ep_rank: int, work: Path) -> Results:
     settings = WorkerSettings(model=work, num_ranks=NUM_RANKS, device="cpu")
-    bench = Bench(EPGroup.from_environment(settings))
+    bench = Bench(EPGroup.from_environment(settings), work)
     rng, end, num_cases = random.Random(12), time.monotonic() + SECONDS, 0
     goes_on = torch.ones(1)
     while goes_on.item():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,16 @@ DEVICE = "cuda"
 MEBIBYTE = 1 << 20
 
 
-def open_rank(work: Path, placement: str) -> Rank:
-    rank = Rank(work / "model", work=work, placement=placement, num_ranks=2, device=DEVICE, dtype="bfloat16")
+def open_rank(work: Path, placement: str, dispatch: str) -> Rank:
+    rank = Rank(
+        work / "model",
+        work=work,
+        placement=placement,
+        num_ranks=2,
+        device=DEVICE,
+        dtype="bfloat16",
+        dispatch_backend=dispatch,
+    )
     for slot, projections in enumerate(PROJECTIONS):
         rank.add_adapter(random_adapter(rank.spec, slot + 1, rank_of=projections), slot=slot, work=work)
     return rank
@@ -73,10 +82,10 @@ def allocated() -> int:
     return torch.cuda.memory_allocated()
 
 
-def rank_main(ep_rank: int, work: Path) -> Results:
-    fresh = open_rank(work, "round_robin")
+def rank_main(ep_rank: int, work: Path, *, dispatch: str) -> Results:
+    fresh = open_rank(work, "round_robin", dispatch)
     results: Results = {"fresh": decode(fresh), "fresh bytes": fresh.runner.memory().base_expert_bytes}
-    rank = open_rank(work, "linear")
+    rank = open_rank(work, "linear", dispatch)
     results["before"] = decode(rank)
     steps = rank.runner._decode_steps
     memory = allocated()
@@ -89,9 +98,10 @@ def rank_main(ep_rank: int, work: Path) -> Results:
     return results
 
 
-def test_moved_equals_started_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dispatch", ["allgather_reducescatter", "one_sided"])
+def test_moved_equals_started_there(tmp_path: Path, dispatch: str) -> None:
     write_model(small_config("qwen3_moe", **ALIGNED), tmp_path / "model")
-    for result in run_ranks(2, rank_main, tmp_path):
+    for result in run_ranks(2, partial(rank_main, dispatch=dispatch), tmp_path):
         assert torch.equal(result["after"], result["fresh"])
         # Another order of summation in bfloat16, and maybe another expert near a tie.
         error = (result["after"] - result["before"]).norm(dim=1) / result["before"].norm(dim=1)
