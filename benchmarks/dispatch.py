@@ -5,7 +5,10 @@
 
 Packing and unpacking are in the times. Backends whose launches depend on shapes alone run as CUDA graphs of ten calls;
 `all_to_all`, whose host waits for counts, runs as it is. Each cell is compared with what one rank computes first, and
-gets a time only if it is right. A time is the median over replays, of the slowest rank; on a CPU nothing is written.
+gets a time only if it is right. A time is the median over replays, of the slowest rank. What is compared is replayed in
+turn, and the devices meet before each replay, so that neither warmth nor the hosts' pace favours one. The reference has
+NCCL as it is; `reference_same_ctas_us` is the reference with as many of NCCL's thread blocks as this program's own
+group has (`compute_worker.ep_group.NCCL_CTAS`). On a CPU nothing is written.
 `benchmarks.dispatch_simulation` goes on from here to more ranks.
 """
 
@@ -15,8 +18,9 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +32,19 @@ from compute_worker.consensus import Proposal
 from compute_worker.dispatch.all_to_all import AllToAllDispatcher
 from compute_worker.dispatch.allgather_reducescatter import AllGatherDispatcher
 from compute_worker.dispatch.base import ArrivedTokens, CombineHandle, Dispatcher
+from compute_worker.dispatch.peer_memory import PeerMemory, why_no_peer_memory
 from compute_worker.ep_group import EPGroup
 from epilora.settings import WorkerSettings
 
 HIDDEN = (2048, 7168)
 TOKENS = (8, 64, 256, 4096)
 TOP_K, NUM_EXPERTS = 8, 128
-CALLS, REPLAYS, WARM_UP = 10, 30, 3
+CALLS, REPLAYS, WARM_UP = 10, 50, 3
 EXCHANGES = 2000
+MEETING_CYCLES = 500_000
+"""Of waiting on the device before a replay: the host has launched it all by then."""
 MAX_RELATIVE_ERROR = 2e-2
+PARTS = ("dispatch", "combine", "reference", "reference_same_ctas")
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -109,13 +117,9 @@ class Reference:
 class Ours:
     """One layer through one of our dispatchers."""
 
-    def __init__(self, group: EPGroup, backend: str, inputs: Inputs, *, with_slots: bool) -> None:
-        makers: dict[str, Callable[[EPGroup], Dispatcher]] = {
-            "allgather_reducescatter": AllGatherDispatcher,
-            "all_to_all": AllToAllDispatcher,
-        }
+    def __init__(self, group: EPGroup, dispatcher: Dispatcher, inputs: Inputs, *, with_slots: bool) -> None:
         self._group, self._inputs = group, inputs
-        self._dispatcher = makers[backend](group)
+        self._dispatcher = dispatcher
         self._extras = {"adapter_slot": inputs.slot_T} if with_slots else {}
         base, remainder = divmod(NUM_EXPERTS, group.num_ranks)
         self._rank_offsets = [rank * base + min(rank, remainder) for rank in range(group.num_ranks + 1)]
@@ -144,7 +148,7 @@ class Ours:
         part_ND = (arrived.x_ND.float() * factor_N.unsqueeze(1)).to(arrived.x_ND.dtype)
         return self.combine(part_ND, handle)
 
-    def check(self, *, replays: bool) -> None:
+    def check(self) -> None:
         """SystemExit unless a layer gives what one rank computes, the same bits each time, and replayed as a graph."""
         inputs, y_TD = self._inputs, self.layer()
         expected = inputs.x_TD.float() * (inputs.weight_TK * (inputs.expert_TK + 1)).sum(dim=1, keepdim=True)
@@ -154,7 +158,7 @@ class Ours:
             raise SystemExit(f"{what}: relative error {error:.3g}, expected at most {MAX_RELATIVE_ERROR}")
         if not torch.equal(self.layer(), y_TD):
             raise SystemExit(f"{what}: two runs differ")
-        if replays and inputs.x_TD.is_cuda:
+        if self._dispatcher.has_fixed_shapes and inputs.x_TD.is_cuda:
             graph = captured(self.layer, 1)
             for _ in range(3):
                 graph.replay()
@@ -191,21 +195,25 @@ class Clock:
 
     def __init__(self, group: EPGroup) -> None:
         self._group = group
+        self._meeting = torch.zeros(1, device=group.device)
 
-    def graph_us(self, call: Callable[[], object]) -> float:
-        """As a CUDA graph of several calls; as it is on a CPU."""
+    def graphs_us(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        """Each as a CUDA graph of several calls, replayed in turn; as they are on a CPU."""
         if self._group.device.type != "cuda":
-            return self.eager_us(call)
-        graph = captured(call, CALLS)
-        times = []
+            return {name: self.eager_us(call) for name, call in calls.items()}
+        graphs = {name: captured(call, CALLS) for name, call in calls.items()}
+        times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(REPLAYS + WARM_UP):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000 / CALLS)
-        return self._slowest(statistics.median(times[WARM_UP:]))
+            for name, graph in graphs.items():
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                torch.cuda._sleep(MEETING_CYCLES)
+                dist.all_reduce(self._meeting, group=self._group.data_group)
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                times[name].append(start.elapsed_time(end) * 1000 / CALLS)
+        return {name: self._slowest(statistics.median(own[WARM_UP:])) for name, own in times.items()}
 
     def eager_us(self, call: Callable[[], object]) -> float:
         """As it is."""
@@ -229,31 +237,69 @@ class Clock:
         return max(times)
 
 
-def measure_cell(group: EPGroup, backend: str, inputs: Inputs, *, with_slots: bool) -> dict[str, object]:
-    """One cell of the results."""
-    ours = Ours(group, backend, inputs, with_slots=with_slots)
-    ours.check(replays=backend != "all_to_all")
-    reference, clock = Reference(group, inputs, with_slots=with_slots), Clock(group)
-    time_us = clock.eager_us if backend == "all_to_all" else clock.graph_us
-    arrived, handle = ours.dispatch()
-    y_ND = arrived.x_ND.contiguous()
-    reference_us = clock.graph_us(reference.run)
-    return {
-        "backend": backend,
-        "hidden": inputs.x_TD.shape[1],
-        "tokens_per_rank": inputs.num_tokens,
-        "with_slots": with_slots,
-        "dispatch_us": round(time_us(ours.dispatch), 2),
-        "combine_us": round(time_us(lambda: ours.combine(y_ND, handle)), 2),
-        "reference_us": round(reference_us, 2),
+def with_default_options(group: EPGroup) -> EPGroup:
+    """The same ranks, with a data group of NCCL's default options."""
+    if group.device.type != "cuda":
+        return group
+    return replace(group, data_group=dist.new_group(backend="nccl"))
+
+
+def measure_cells(
+    group: EPGroup, default_group: EPGroup, backend: str, dispatcher: Dispatcher, inputs: Inputs
+) -> list[dict[str, object]]:
+    """The two cells of these tokens: with adapter slots, and without."""
+    clock, calls = Clock(group), dict[str, Callable[[], object]]()
+    for slots in (True, False):
+        ours = Ours(group, dispatcher, inputs, with_slots=slots)
+        ours.check()
+        arrived, handle = ours.dispatch()
+        y_ND = arrived.x_ND.contiguous()
+        calls[f"dispatch {slots}"] = ours.dispatch
+        calls[f"combine {slots}"] = partial(ours.combine, y_ND, handle)
+        calls[f"reference {slots}"] = Reference(default_group, inputs, with_slots=slots).run
+        calls[f"reference_same_ctas {slots}"] = Reference(group, inputs, with_slots=slots).run
+    eager = {} if dispatcher.has_fixed_shapes else {name: call for name, call in calls.items() if "ref" not in name}
+    times_us = clock.graphs_us({name: call for name, call in calls.items() if name not in eager})
+    times_us |= {name: clock.eager_us(call) for name, call in eager.items()}
+    return [
+        {
+            "backend": backend,
+            "hidden": inputs.x_TD.shape[1],
+            "tokens_per_rank": inputs.num_tokens,
+            "with_slots": slots,
+            **{f"{name}_us": round(times_us[f"{name} {slots}"], 2) for name in PARTS},
+        }
+        for slots in (True, False)
+    ]
+
+
+def make_dispatchers(group: EPGroup, *, hidden: int, num_tokens: int) -> dict[str, Dispatcher]:
+    """Those that these ranks can have, for so many tokens of each."""
+    all_gather = AllGatherDispatcher(group)
+    collectives: dict[str, Dispatcher] = {
+        "allgather_reducescatter": all_gather,
+        "all_to_all": AllToAllDispatcher(group),
     }
+    problem = why_no_peer_memory(group)
+    if problem:
+        print(f"no one_sided: {problem}")
+        return collectives
+    from compute_worker.dispatch.one_sided import OneSidedDispatcher
+
+    num_bytes = OneSidedDispatcher.num_bytes(
+        num_ranks=group.num_ranks, num_rows=num_tokens, hidden=hidden, element_bytes=2, top_k=TOP_K, num_extras=1
+    )
+    memory = PeerMemory.open(group, num_bytes)
+    return {**collectives, "one_sided": OneSidedDispatcher(group, memory, overflow=all_gather)}
 
 
 def consensus_us(group: EPGroup, settings: WorkerSettings) -> float:
     """One exchange of the ranks' proposals, as before each step."""
     consensus = make_consensus(settings, group)
-    start = time.perf_counter()
     for step in range(EXCHANGES):
+        consensus.exchange(Proposal(step=step))
+    start = time.perf_counter()
+    for step in range(EXCHANGES, 2 * EXCHANGES):
         consensus.exchange(Proposal(step=step))
     return (time.perf_counter() - start) * 1e6 / EXCHANGES
 
@@ -262,17 +308,17 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
     """All cells."""
     settings = WorkerSettings(model=Path(), num_ranks=arguments.ranks, device=arguments.device)
     group = EPGroup.from_environment(settings)
-    cells = []
+    default_group, cells = with_default_options(group), []
+    dispatchers = make_dispatchers(group, hidden=max(arguments.hidden), num_tokens=max(arguments.tokens))
     with torch.inference_mode():
         for hidden in arguments.hidden:
             for num_tokens in arguments.tokens:
                 inputs = Inputs.make(group, hidden, num_tokens)
-                for backend in ("allgather_reducescatter", "all_to_all"):
-                    for with_slots in (True, False):
-                        cell = measure_cell(group, backend, inputs, with_slots=with_slots)
-                        cells.append(cell)
-                        if group.ep_rank == 0:
-                            print(_line(cell), flush=True)
+                for backend, dispatcher in dispatchers.items():
+                    measured = measure_cells(group, default_group, backend, dispatcher, inputs)
+                    cells += measured
+                    if group.ep_rank == 0:
+                        print(*map(_line, measured), sep="\n", flush=True)
     result: dict[str, object] = {
         "hardware": f"{group.num_ranks} x {group.device_name.partition(' ')[2] or 'CPU'}",
         "torch": torch.__version__,
@@ -289,12 +335,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
 
 def _line(cell: dict[str, object]) -> str:
     total = float(cell["dispatch_us"]) + float(cell["combine_us"])  # type: ignore[arg-type]
-    ratio = total / float(cell["reference_us"])  # type: ignore[arg-type]
+    ratio, same = (total / float(cell[name]) for name in ("reference_us", "reference_same_ctas_us"))  # type: ignore[arg-type]
     slots = "with slots" if cell["with_slots"] else "no slots"
     return (
         f"{cell['backend']:24} D {cell['hidden']:5} T {cell['tokens_per_rank']:5} {slots:10}"
         f" dispatch {cell['dispatch_us']:8} combine {cell['combine_us']:8} reference {cell['reference_us']:8}"
-        f" us, ratio {ratio:.2f}"
+        f" us, ratio {ratio:.3f}, to the reference with as many CTAs {same:.3f}"
     )
 
 

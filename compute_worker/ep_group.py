@@ -12,6 +12,11 @@ import torch.distributed as dist
 from epilora.errors import InvalidArgumentError
 from epilora.settings import WorkerSettings
 
+NCCL_CTAS = 32
+"""Thread blocks of each NCCL kernel. Nothing else runs beside a layer's collectives, so they may take more of the GPU
+than NCCL's own choice, which leaves it to the computing that it expects beside them: up to a tenth less time of a layer
+on two H200 (docs/dispatch.md)."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EPGroup:
@@ -79,7 +84,7 @@ class EPGroup:
             torch.cuda.set_device(device)
             # Registering buffers while a graph is captured needs all ranks at once; each captures when it comes to it.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-            data_group = dist.new_group(backend="nccl", timeout=timeout)
+            data_group = dist.new_group(backend="nccl", timeout=timeout, pg_options=_nccl_options(timeout))
         else:
             data_group = dist.new_group(backend="gloo", timeout=timeout)
         return cls(
@@ -97,6 +102,14 @@ class EPGroup:
         if self.device.type != "cuda":
             return self.device.type
         return f"{self.device} {torch.cuda.get_device_name(self.device)}"
+
+
+def _nccl_options(timeout: timedelta) -> dist.ProcessGroupNCCL.Options:  # type: ignore[name-defined]
+    options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    # NCCL refuses the one without the other.
+    options.config.min_ctas = options.config.max_ctas = NCCL_CTAS
+    return options
 
 
 def _group_store(num_ranks: int, timeout: timedelta) -> dist.PrefixStore:  # type: ignore[name-defined]
