@@ -30,6 +30,7 @@ RANKS = (1, 2, 3, 4)
 COLLECTIVES = ("allgather_reducescatter", "all_to_all")
 # Its kernels are interpreted where there is no GPU, over memory that the processes share.
 BACKENDS = (*COLLECTIVES, *(["one_sided"] if HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1" else []))
+INTERPRETED_RANKS = 2
 PLACEMENTS = ("linear", "round_robin", "explicit")
 LORA = ("all", "one", "no")
 COUNTS = {"even": (16, 16, 16, 16), "ragged": (9, 2, 5, 1), "zero": (0, 7, 0, 3)}
@@ -59,10 +60,15 @@ class Case(NamedTuple):
         return [COUNTS[self.counts][rank // self.sp] for rank in range(num_ranks)]
 
     def fits(self, num_ranks: int) -> bool:
-        if self.backend == "one_sided" and num_ranks > 2:
+        if self.backend == "one_sided" and num_ranks > INTERPRETED_RANKS:
             # An interpreter takes a tenth of a second for each row that goes to so many: one case is enough here.
             return self.sp * self.tp == 4 if num_ranks == 4 else self.counts == "zero" and self.sp * self.tp == 1
         return num_ranks % self.sp == 0 and num_ranks % self.tp == 0
+
+
+def backends_of(num_ranks: int) -> tuple[str, ...]:
+    """Those that so many ranks try in full."""
+    return BACKENDS if num_ranks <= INTERPRETED_RANKS else COLLECTIVES
 
 
 def make_placement(name: str, model: ModelSpec, num_ranks: int) -> ExpertPlacement:
