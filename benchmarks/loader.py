@@ -30,6 +30,7 @@ from epilora.families import family_of
 from epilora.load_spec import MoEEPLoadSpec
 from epilora.model_spec import ModelSpec
 from epilora.placement import ExpertPlacement
+from epilora.process_memory import anonymous_bytes
 from epilora.settings import LoaderSettings
 from loader_service.build import AdapterBuilder
 from loader_service.cache import SliceCache
@@ -37,7 +38,6 @@ from loader_service.request import BuildRequest
 from loader_service.writer import BuildProgress
 
 LAYOUTS = ("per_expert", "target_parameters")
-_STATUS = Path("/proc/self/status")
 
 
 class AnonymousPeak:
@@ -45,7 +45,7 @@ class AnonymousPeak:
 
     def __enter__(self) -> AnonymousPeak:
         self._stop = threading.Event()
-        self._start = self._peak = _anonymous_bytes()
+        self._start = self._peak = anonymous_bytes()
         self._thread = threading.Thread(target=self._sample)
         self._thread.start()
         return self
@@ -56,17 +56,12 @@ class AnonymousPeak:
 
     def _sample(self) -> None:
         while not self._stop.wait(0.001):
-            self._peak = max(self._peak, _anonymous_bytes())
+            self._peak = max(self._peak, anonymous_bytes())
 
     @property
     def growth_bytes(self) -> int:
         """Against the beginning of the block."""
         return self._peak - self._start
-
-
-def _anonymous_bytes() -> int:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("RssAnon:"))
-    return int(line.split()[1]) * 1024
 
 
 @contextmanager

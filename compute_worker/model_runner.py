@@ -28,7 +28,6 @@ from compute_worker.kv_cache import KVCache
 from compute_worker.model_probe import ModelProbe, attach_attention, probe_model
 from compute_worker.paged_attention import PagedAttention, SequenceSpan, prepare_step
 from compute_worker.placement_move import Placed, PlacementMover
-from compute_worker.process_memory import anonymous_bytes
 from compute_worker.query_scale import QueryScales
 from compute_worker.recurrent import RecurrentLayers, attach_recurrent, fixed_parts, prepare_parts
 from compute_worker.runner_parts import (
@@ -50,6 +49,7 @@ from compute_worker.step_context import CurrentStep, StepContext
 from epilora.families import family_of
 from epilora.model_spec import ModelSpec, MoELayerSpec
 from epilora.placement import ExpertPlacement
+from epilora.process_memory import anonymous_bytes
 from epilora.settings import WorkerSettings
 
 __all__ = ["MemoryReport", "ModelRunner", "SequenceSpan", "StepBatch"]

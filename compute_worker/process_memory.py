@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-_STATUS = Path("/proc/self/status")
-
-
-def anonymous_bytes() -> int:
-    """Anonymous resident memory of this process (RssAnon): mapped files do not count."""
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(f"{_STATUS} has no RssAnon")
+from epilora.process_memory import anonymous_bytes
 
 
 def used_bytes(device: torch.device) -> int:

@@ -23,7 +23,8 @@ from loader_service.collection import paused_collection
 from loader_service.remote import RemoteSources, is_remote
 from loader_service.request import BuildRequest
 from loader_service.source import SourceFiles, SourceIdentity, SourceRoots
-from loader_service.writer import BuildProgress, WriteResult, write_slices
+from loader_service.write_result import WriteResult
+from loader_service.writer import BuildProgress, write_slices
 
 
 @dataclass(slots=True)

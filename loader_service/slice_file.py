@@ -67,6 +67,12 @@ class SliceFile:
             part = source[start : start + BLOCK_BYTES]
             self.take(len(part))[:] = part
 
+    def put_block(self, block: Bytes) -> None:
+        """Appends bytes of any number, without a copy."""
+        self._flush()
+        self.append(block)
+        self._taken += len(block)
+
     def pad_to(self, offset: int) -> None:
         """Zeros up to an offset less than a block away."""
         self.take(offset - self._taken)[:] = 0

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from epilora.adapters.normal_form import NUMPY_DTYPE, Region
-from epilora.adapters.safetensors_header import FLOAT_BYTES, TensorEntry
 from epilora.adapters.slice_plan import Piece, SlicePlan
+from epilora.adapters.tensor_entry import FLOAT_BYTES, TensorEntry
 from epilora.adapters.values import is_finite, non_finite
-from epilora.errors import AbortedError, UnavailableError
+from epilora.errors import UnavailableError
+from loader_service.gather import BlockWriter, Gatherer, read_rest
 from loader_service.slice_file import BLOCK_BYTES, Bytes, SliceFile
+from loader_service.write_result import WriteResult
 
 TRANSPOSE_BYTES = 32 << 20
 """Bytes of matrices that each thread takes out of a tensor's columns in one pass over the tensor."""
@@ -74,42 +75,6 @@ class BuildProgress:
             raise BuildCancelledError("the build was cancelled; load the adapter again", reason="BUILD_CANCELLED")
 
 
-@dataclass(slots=True)
-class WriteResult:
-    """What a write found out."""
-
-    bytes_read: int = 0
-    seen: set[int] = field(default_factory=set)
-    """Indices of the tensors of which something was read."""
-    nonzero: set[int] = field(default_factory=set)
-    """Those in which something other than zero was seen."""
-    zero_parts: set[tuple[int, int]] = field(default_factory=set)
-    """Matrices of whole rows with a part that is zero, by tensor and first byte in the file."""
-    nonzero_parts: set[tuple[int, int]] = field(default_factory=set)
-    """Those of several parts with one that is not."""
-    zero_columns: set[tuple[int, int]] = field(default_factory=set)
-    """Matrices of every n-th column that are zero, by tensor and first column."""
-
-    def add(self, other: WriteResult) -> None:
-        """Takes over what another thread found out."""
-        self.bytes_read += other.bytes_read
-        for name in ("seen", "nonzero", "zero_parts", "nonzero_parts", "zero_columns"):
-            getattr(self, name).update(getattr(other, name))
-
-    def is_zero(self, region: Region) -> bool:
-        """True if a matrix was read, and is all zero."""
-        tensor = region.tensor
-        if tensor.index not in self.nonzero:
-            return tensor.index in self.seen
-        if region.column_step != 1:
-            return (tensor.index, region.column_begin) in self.zero_columns
-        place = tensor.index, _row_offset(tensor, region.row_begin)
-        return place in self.zero_parts and place not in self.nonzero_parts
-
-    digests: tuple[str, ...] = ()
-    """xxh3-128 of each slice file, 32 hex digits."""
-
-
 def write_slices(
     plan: SlicePlan, source_fds: Sequence[int], paths: Sequence[Path], progress: BuildProgress
 ) -> WriteResult:
@@ -134,7 +99,9 @@ def write_slices(
         ]
         num_threads = min(len(files), os.cpu_count() or 1, _MAX_THREADS, 1 + plan.size_bytes // _BYTES_PER_THREAD)
         stop = threading.Event()
-        copiers = [_Copier(source_fds, files, progress, stop) for _ in range(num_threads)]
+        # A second thread for each, where there are cores for it: it digests and writes what the first one has read.
+        has_writers = (os.cpu_count() or 1) >= 2 * num_threads
+        copiers = [_Copier(source_fds, files, progress, stop, has_writer=has_writers) for _ in range(num_threads)]
         # Neighbours together: what they take of a tensor's columns lies side by side.
         ends = [len(files) * number // num_threads for number in range(num_threads + 1)]
         groups = [range(*pair) for pair in itertools.pairwise(ends)]
@@ -172,23 +139,34 @@ class _Copier:
     """Copies the matrices of one tensor name after another."""
 
     def __init__(
-        self, source_fds: Sequence[int], files: Sequence[SliceFile], progress: BuildProgress, stop: threading.Event
+        self,
+        source_fds: Sequence[int],
+        files: Sequence[SliceFile],
+        progress: BuildProgress,
+        stop: threading.Event,
+        *,
+        has_writer: bool,
     ) -> None:
         self._source_fds = source_fds
         self._files = files
         self._progress = progress
         self._stop = stop
         self.result = WriteResult()
+        self._blocks = BlockWriter(has_thread=has_writer)
+        self._gatherers = [Gatherer(file, source_fds[0], self._blocks, self.result) for file in files]
 
     def copy_slices(self, plan: SlicePlan, slices: range) -> None:
         """Writes some slices from beginning to end; if that fails, the other threads stop, too."""
         try:
-            for index in slices:
-                self._files[index].put(plan.layouts[index].header)
-            for pieces in plan.tensors:
-                mine = [piece for piece in pieces if piece.slice_index in slices]
-                if mine:
-                    self.copy(mine)
+            with self._blocks:
+                for index in slices:
+                    self._files[index].put(plan.layouts[index].header)
+                for pieces in plan.tensors:
+                    mine = [piece for piece in pieces if piece.slice_index in slices]
+                    if mine:
+                        self.copy(mine)
+                for index in slices:
+                    self._gatherers[index].settle()
             for index in slices:
                 self._files[index].finish()
         except BaseException:
@@ -198,6 +176,20 @@ class _Copier:
     def copy(self, pieces: Sequence[Piece]) -> None:
         """Appends what each slice has under one name."""
         self._check()
+        others = []
+        for piece in pieces:
+            gatherer = self._gatherers[piece.slice_index]
+            if gatherer.takes(piece):
+                gatherer.add(piece)
+            else:
+                gatherer.settle()
+                others.append(piece)
+        if others:
+            self._copy_now(others)
+        self._progress.add(sum([piece.size_bytes for piece in pieces]))
+
+    def _copy_now(self, pieces: Sequence[Piece]) -> None:
+        """Appends pieces to their files, block by block."""
         for piece in pieces:
             self._files[piece.slice_index].pad_to(piece.offset)
         if not pieces[0].regions:
@@ -211,7 +203,6 @@ class _Copier:
             self._copy_rows(pieces)
         for piece in pieces:
             assert self._files[piece.slice_index].position == piece.offset + piece.size_bytes, piece
-        self._progress.add(sum(piece.size_bytes for piece in pieces))
 
     def _check(self) -> None:
         self._progress.check()
@@ -288,7 +279,7 @@ class _Copier:
         for tensor, offset, size, _ in spans:
             # Unrolled here: a per-expert adapter has tens of thousands of spans of some 50 KB each.
             if os.preadv(fds[tensor.file], [memory[start : start + size]], offset) != size:
-                _read_rest(fds[tensor.file], memory[start : start + size], offset)
+                read_rest(fds[tensor.file], memory[start : start + size], offset)
             starts.append(start)
             start += size
         self.result.bytes_read += start
@@ -353,19 +344,6 @@ def _row_offset(tensor: TensorEntry, row: int) -> int:
 
 def _is_range(values: Sequence[int]) -> bool:
     return all(value == values[0] + index for index, value in enumerate(values))
-
-
-def _read_rest(fd: int, buffer: memoryview, offset: int) -> None:
-    """Reads again what one call did not read whole."""
-    done = 0
-    while done < len(buffer):
-        count = os.preadv(fd, [buffer[done:]], offset + done)
-        if count == 0:
-            raise AbortedError(
-                f"the adapter's weights ended at byte {offset + done} while they were read: the file was changed",
-                reason="SOURCE_CHANGED",
-            )
-        done += count
 
 
 def _is_finite(raw: Bytes, tensor: TensorEntry) -> bool:

@@ -150,7 +150,7 @@ def inspect_adapter(
     found = Inspection(path=str(adapter.path))
     found.num_tensors = len(adapter.header.tensors)
     found.file_bytes = adapter.header.file_bytes
-    found.dtypes = tuple(sorted({tensor.dtype for tensor in adapter.header.tensors}))
+    found.dtypes = tuple(adapter.header.dtypes())
     try:
         config = adapter.config()
         found.producer, found.base_model, found.warnings = config.peft_version, config.base_model, config.warnings

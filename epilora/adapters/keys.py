@@ -8,18 +8,16 @@ as pairs of `<experts>.gate_and_up_projs` and `<experts>.down_projs`.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
-from epilora.adapters.safetensors_header import TensorEntry
+from epilora.adapters.tensor_entry import TensorEntry
 from epilora.errors import AdapterFormatError
 
-_PREFIX = "base_model.model."
-_ENDING_A, _ENDING_B = ".lora_A.weight", ".lora_B.weight"
+PREFIX = "base_model.model."
+ENDING_A, ENDING_B = ".lora_A.weight", ".lora_B.weight"
 # One segment with the name of the adapter may stand between lora_A and weight.
 _NAME = re.compile(
     r"(?P<module>.+)\.lora_(?:(?P<grouped>gate_and_up|down)_)?(?P<side>[AB])(?:(?:\.(?P<adapter>[^.]+))?\.weight)?"
@@ -69,8 +67,12 @@ class PairedTensors:
     """Tensors whose name is not that of half a pair."""
 
 
-def pair_tensors(tensors: Sequence[TensorEntry]) -> PairedTensors:
+def pair_tensors(tensors: Sequence[TensorEntry], *, is_rest: bool = False) -> PairedTensors:
     """Finds the two halves of each pair.
+
+    Args:
+        tensors: of the adapter.
+        is_rest: pairs of the adapter are known already, so there need not be more.
 
     Raises:
         AdapterFormatError: NO_LORA_TENSORS, UNSUPPORTED_ADAPTER, MIXED_ADAPTER_NAMES,
@@ -93,7 +95,7 @@ def pair_tensors(tensors: Sequence[TensorEntry]) -> PairedTensors:
             continue
         if match["adapter"] is not None:
             adapter_names.setdefault(match["adapter"], tensor.name)
-        module = match["module"].removeprefix(_PREFIX)
+        module = match["module"].removeprefix(PREFIX)
         if match.re is _EMBEDDING_NAME:
             embeddings.add(module)
         elif match["grouped"] is not None:
@@ -101,7 +103,7 @@ def pair_tensors(tensors: Sequence[TensorEntry]) -> PairedTensors:
         if module in pairs:
             halves[module] = {"A": pairs[module].a, "B": pairs[module].b}
         _add_half(halves, module, match["side"], tensor)
-    if not halves and not pairs:
+    if not halves and not pairs and not is_rest:
         raise _no_lora_tensors(others)
     if len(adapter_names) > 1:
         raise AdapterFormatError(
@@ -123,12 +125,9 @@ def pair_tensors(tensors: Sequence[TensorEntry]) -> PairedTensors:
 def _neighbours(tensors: Sequence[TensorEntry]) -> tuple[dict[str, Pair], list[TensorEntry]]:
     """Pairs of a `.lora_A.weight` and its `.lora_B.weight` right behind it, and the tensors that are in none.
 
-    Most files are such pairs from end to end, tens of thousands of them: those are looked at all at once. What is taken
-    for a pair is what the expressions above would.
+    Most files are such pairs from end to end, tens of thousands of them. What is taken for a pair is what the
+    expressions above would.
     """
-    in_turn = _all_in_turn(tensors)
-    if in_turn is not None:
-        return in_turn, []
     pairs: dict[str, Pair] = {}
     rest: list[TensorEntry] = []
     waiting: TensorEntry | None = None
@@ -142,34 +141,14 @@ def _neighbours(tensors: Sequence[TensorEntry]) -> tuple[dict[str, Pair], list[T
                 continue
             rest.append(waiting)
             waiting = None
-        path = name[: -len(_ENDING_A)]
-        if name.endswith(_ENDING_A) and path and ".lora_" not in path and "\n" not in path:
-            waiting, expected, module = tensor, path + _ENDING_B, path.removeprefix(_PREFIX)
+        path = name[: -len(ENDING_A)]
+        if name.endswith(ENDING_A) and path and ".lora_" not in path and "\n" not in path:
+            waiting, expected, module = tensor, path + ENDING_B, path.removeprefix(PREFIX)
         else:
             rest.append(tensor)
     if waiting is not None:
         rest.append(waiting)
     return pairs, rest
-
-
-def _all_in_turn(tensors: Sequence[TensorEntry]) -> dict[str, Pair] | None:
-    """The pairs of a file that holds A and B of one module after another, and nothing else; None of any other."""
-    halves_a, halves_b = tensors[::2], tensors[1::2]
-    # Each name on a line of its own: what all of them must have is looked for in one text.
-    text = "\n".join([tensor.name for tensor in halves_a])
-    paths = text.replace(f"{_ENDING_A}\n", "\n").removesuffix(_ENDING_A).split("\n")
-    if len(halves_b) != len(halves_a) or len(paths) != len(halves_a):
-        return None
-    if [path + _ENDING_B for path in paths] != [tensor.name for tensor in halves_b]:
-        return None
-    if text.count(".lora_") != len(paths) or text.count(f"{_ENDING_A}\n") != len(paths) - 1 or not all(paths):
-        return None
-    modules = [path.removeprefix(_PREFIX) for path in paths]
-    nothing = itertools.repeat(None)
-    fields = zip(modules, halves_a, halves_b, itertools.repeat(False), nothing, nothing, strict=False)
-    # What Pair._make does, without a call of Python's own for each.
-    pairs = dict(zip(modules, map(partial(tuple.__new__, Pair), fields), strict=True))
-    return pairs if len(pairs) == len(modules) else None
 
 
 def _add_half(halves: dict[str, dict[str, TensorEntry]], module: str, side: str, tensor: TensorEntry) -> None:
@@ -223,7 +202,7 @@ def _add_extras(pairs: dict[str, Pair], tensors: Sequence[TensorEntry]) -> None:
     for tensor in tensors:
         match = _EXTRA_NAME.fullmatch(tensor.name)
         assert match is not None, tensor.name
-        module, kind = match["module"].removeprefix(_PREFIX), "magnitude" if match["magnitude"] else "bias"
+        module, kind = match["module"].removeprefix(PREFIX), "magnitude" if match["magnitude"] else "bias"
         pair = pairs.get(module)
         if pair is None:
             raise AdapterFormatError(

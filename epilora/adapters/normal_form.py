@@ -6,14 +6,17 @@ Legend: D, F: input and output widths of an expert's projections; r lora_rank of
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from epilora.adapters.safetensors_header import FLOAT_BYTES, TensorEntry
+from epilora.adapters.tensor_entry import FLOAT_BYTES, TensorEntry
+from epilora.adapters.tensor_table import TensorTable
+from epilora.adapters.text_words import Positions
 from epilora.families import ModelFamily, Projection
 from epilora.model_spec import DenseModuleSpec, MoELayerSpec
 
@@ -90,6 +93,12 @@ class Region(NamedTuple):
         rows, columns = self.shape
         return rows * columns * FLOAT_BYTES[self.tensor.dtype]
 
+    @property
+    def offset(self) -> int:
+        """First byte in the file of the first of its rows, all columns counted."""
+        tensor = self.tensor
+        return tensor.offset + self.row_begin * tensor.num_columns * FLOAT_BYTES[tensor.dtype]
+
     def view(self, source: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The matrix, as a view of the tensor's 2D array."""
         matrix = source[self.row_begin : self.row_end, self.column_begin :: self.column_step]
@@ -112,6 +121,81 @@ class LoraPair(NamedTuple):
     the norm of that row of W + delta."""
     bias: Region | None = None
     """lora_B's, [1, out]: scale * bias is added to the output."""
+
+
+class GridRegions(Sequence[Region]):
+    """Whole tensors of one kind as matrices, of which nothing but their rows in the table is kept."""
+
+    def __init__(self, table: TensorTable, rows: Positions) -> None:
+        self._table = table
+        self.rows = rows
+        """TensorEntry.index of each."""
+        kind = table.kinds[table.codes[rows[0]]]
+        self.matrix_bytes = kind.size_bytes
+        self.dtype = kind.dtype
+
+    @property
+    def offsets(self) -> Positions:
+        """First byte of each in the file."""
+        return self._table.offsets[self.rows]
+
+    def part(self, begin: int, end: int) -> GridRegions:
+        """Some that follow each other."""
+        return GridRegions(self._table, self.rows[begin:end])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Region: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Region]: ...
+
+    def __getitem__(self, index: int | slice) -> Region | Sequence[Region]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(len(self))[index]]
+        return Region.whole(self._table[int(self.rows[index])])
+
+
+class GridPairs(Mapping[int, LoraPair]):
+    """Pairs of the experts of one layer and projection, all of them of the same shapes and scale."""
+
+    def __init__(self, table: TensorTable, experts: Positions, rows_of_a: Positions, first: LoraPair) -> None:
+        """Args:
+        table: of the file.
+        experts: their numbers, ascending.
+        rows_of_a: the tensor of each one's A; B is the next one.
+        first: the pair of any of them.
+        """
+        self.table = table
+        self.experts = experts
+        self.rows_of_a = rows_of_a
+        self.first = first
+
+    def __getitem__(self, expert: int) -> LoraPair:
+        row = int(self.rows_of_a[self._place[expert]])
+        a, b = Region.whole(self.table[row]), Region.whole(self.table[row + 1])
+        return self.first._replace(a=a, b=b)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._place)
+
+    def __len__(self) -> int:
+        return len(self.experts)
+
+    @cached_property
+    def _place(self) -> Mapping[int, int]:
+        return {expert: place for place, expert in enumerate(self.experts.tolist())}
+
+    def places(self, experts: Sequence[int]) -> list[int]:
+        """Where some experts are among `experts`, -1 for those without a pair."""
+        return [self._place.get(expert, -1) for expert in experts]
+
+    def regions(self, places: Sequence[int]) -> tuple[GridRegions, GridRegions]:
+        """A and B of the experts at some places."""
+        rows = self.rows_of_a[list(places)]
+        return GridRegions(self.table, rows), GridRegions(self.table, rows + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,14 +230,36 @@ class NormalForm:
         """All pairs: experts', then dense ones."""
         return [pair for by_expert in self.experts.values() for pair in by_expert.values()] + list(self.dense.values())
 
+    def samples(self) -> list[LoraPair]:
+        """Pairs that show every lora_rank, shape and dtype there is: of a grid, one."""
+        return [pair for by_expert in self.experts.values() for pair in samples_of(by_expert)] + list(
+            self.dense.values()
+        )
+
     def used_indices(self) -> set[int]:
         """Of the tensors that are put to use."""
-        pairs = self.pairs()
+        grids = [by_expert for by_expert in self.experts.values() if isinstance(by_expert, GridPairs)]
+        rows = {row for grid in grids for row in grid.rows_of_a.tolist()}
+        return rows | {row + 1 for row in rows} | self._indices_beside_grids()
+
+    def num_used(self) -> int:
+        """How many they are."""
+        grids = [by_expert for by_expert in self.experts.values() if isinstance(by_expert, GridPairs)]
+        return sum(2 * len(grid) for grid in grids) + len(self._indices_beside_grids())
+
+    def _indices_beside_grids(self) -> set[int]:
+        others = [by_expert for by_expert in self.experts.values() if not isinstance(by_expert, GridPairs)]
+        pairs = [pair for by_expert in others for pair in by_expert.values()] + list(self.dense.values())
         used = {pair.a.tensor.index for pair in pairs} | {pair.b.tensor.index for pair in pairs}
         used |= {pair.magnitude.tensor.index for pair in pairs if pair.magnitude is not None}
         used |= {pair.bias.tensor.index for pair in pairs if pair.bias is not None}
         saved = [tensor for module in self.saved.values() for tensor in (module.weight, module.bias)]
         return used | {tensor.index for tensor in saved if tensor is not None}
+
+
+def samples_of(by_expert: Mapping[int, LoraPair]) -> list[LoraPair]:
+    """Pairs that show what all pairs of some experts have."""
+    return [by_expert.first] if isinstance(by_expert, GridPairs) else list(by_expert.values())
 
 
 NUMPY_DTYPE: Mapping[str, np.dtype[Any]] = {

@@ -19,7 +19,7 @@ from epilora.adapters.keys import Pair
 from epilora.adapters.normal_form import AdapterTarget, ExpertLayout, LoraPair, Region
 from epilora.adapters.peft_config import PeftConfig
 from epilora.adapters.per_expert import features_of
-from epilora.adapters.safetensors_header import TensorEntry
+from epilora.adapters.tensor_entry import TensorEntry
 from epilora.errors import AdapterFormatError
 from epilora.families import GateUpLayout, ModelFamily, Projection
 from epilora.model_spec import MoELayerSpec

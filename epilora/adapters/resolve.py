@@ -6,10 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from epilora.adapters.checks import check_linear
+from epilora.adapters.expert_grid import find_grid, resolve_groups
 from epilora.adapters.extras import check_extras, refuse_extras, vector
 from epilora.adapters.keys import Pair, PairedTensors, empty_tensors, named, pair_tensors
 from epilora.adapters.layout_hints import NO_HINTS, LayoutHints
-from epilora.adapters.normal_form import AdapterTarget, ExpertLayout, LoraPair, NormalForm, Region
+from epilora.adapters.normal_form import (
+    AdapterTarget,
+    ExpertLayout,
+    GridPairs,
+    LoraPair,
+    NormalForm,
+    Region,
+    samples_of,
+)
 from epilora.adapters.packed import PackedModule, is_absent_gate, match_packed, rank_key, resolve_packed
 from epilora.adapters.peft_config import PeftConfig
 from epilora.adapters.per_expert import (
@@ -19,9 +28,11 @@ from epilora.adapters.per_expert import (
     rank_difference,
     resolve_expert_pair,
 )
-from epilora.adapters.safetensors_header import SafetensorsHeader, TensorEntry
+from epilora.adapters.safetensors_header import SafetensorsHeader
 from epilora.adapters.saved_modules import SavedModules, check_all_saved, find_saved_modules
 from epilora.adapters.stacked import StackedModule, match_stacked, resolve_stacked
+from epilora.adapters.tensor_entry import TensorEntry
+from epilora.adapters.tensor_table import TensorTable
 from epilora.errors import AdapterFormatError
 from epilora.families import Projection
 from epilora.model_spec import DenseModuleSpec
@@ -30,6 +41,15 @@ _Place = tuple[int, Projection]
 _NOT_IN_PEFT = "PEFT does not define it for parameters"
 # Paths of a text model inside a multimodal wrapper, over the versions of transformers.
 _MULTIMODAL_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Choices:
+    """What a caller of resolve_adapter may choose."""
+
+    max_lora_rank: int
+    allow_partial: bool
+    hints: LayoutHints
 
 
 @dataclass(slots=True)
@@ -85,7 +105,50 @@ def resolve_adapter(
     Raises:
         AdapterFormatError: see docs/adapters.md for the reasons.
     """
-    paired = paired or pair_tensors(header.tensors)
+    choices = _Choices(max_lora_rank=max_lora_rank, allow_partial=allow_partial, hints=hints)
+    if paired is None:
+        form = _resolve_grid(header, config, target, choices)
+        if form is not None:
+            return form
+        paired = pair_tensors(header.tensors)
+    form = _resolve(header, config, target, choices, paired=paired, grid={})
+    assert form is not None
+    return form
+
+
+def _resolve_grid(
+    header: SafetensorsHeader, config: PeftConfig, target: AdapterTarget, choices: _Choices
+) -> NormalForm | None:
+    """The normal form of a per-expert adapter whose experts are all alike; None of any other, or if anything is wrong.
+
+    What is wrong is then found by looking at each tensor in turn: the message names the file's first fault.
+    """
+    table = header.tensors
+    if not isinstance(table, TensorTable) or config.has_patterns or config.uses_dora or config.has_biases:
+        return None
+    grid = find_grid(table, tuple(target.family.expert_projections))
+    if grid is None:
+        return None
+    try:
+        experts = resolve_groups(grid, table, config, target, lambda module: _renamed(module, target))
+        if experts is None:
+            return None
+        paired = pair_tensors(table.rows(~grid.is_in_group), is_rest=True)
+        return _resolve(header, config, target, choices, paired=paired, grid=experts)
+    except AdapterFormatError:
+        return None
+
+
+def _resolve(
+    header: SafetensorsHeader,
+    config: PeftConfig,
+    target: AdapterTarget,
+    choices: _Choices,
+    *,
+    paired: PairedTensors,
+    grid: Mapping[_Place, GridPairs],
+) -> NormalForm | None:
+    """The normal form of a grid and of the pairs beside it; None if there are experts among those, too."""
     check_extras(paired.pairs, config)
     saved = find_saved_modules(paired.others, target, config, lambda module: _renamed(module, target))
     differences: list[str] = []
@@ -93,13 +156,17 @@ def resolve_adapter(
     for pair in paired.pairs:
         if not found.known.place(pair):
             _place(pair, target, config, found)
-    if found.left_over and not allow_partial:
+    if grid:
+        if found.layouts:
+            return None
+        found.layouts[ExpertLayout.PER_EXPERT] = next(iter(grid.values())).first.a.tensor.name
+    if found.left_over and not choices.allow_partial:
         raise _unknown_tensors(found.left_over, len(header.tensors), config)
-    _check_saved(saved, found, config, target.family.tied_paths, allow_partial)
+    _check_saved(saved, found, config, target.family.tied_paths, choices.allow_partial)
     layout = _one_layout(found.layouts)
-    experts: Mapping[_Place, Mapping[int, LoraPair]] = {**found.singles, **found.packed}
+    experts: Mapping[_Place, Mapping[int, LoraPair]] = {**grid, **found.singles, **found.packed}
     if found.stacked:
-        experts = resolve_stacked(found.stacked, target, config, hints)
+        experts = resolve_stacked(found.stacked, target, config, choices.hints)
     _check_projections(experts, target)
     form = NormalForm(
         expert_layout=layout,
@@ -111,7 +178,7 @@ def resolve_adapter(
         rank_differences=tuple(found.rank_differences),
         warnings=tuple(_warnings(config, target, found)),
     )
-    _check_pairs(form, max_lora_rank, len(header.tensors))
+    _check_pairs(form, choices.max_lora_rank, len(header.tensors))
     return form
 
 
@@ -253,11 +320,17 @@ def _sorted_experts(
 ) -> Mapping[tuple[int, Projection], Mapping[int, LoraPair]]:
     order = list(Projection)
     keys = sorted(experts, key=lambda key: (key[0], order.index(key[1])))
-    return {key: {expert: experts[key][expert] for expert in sorted(experts[key])} for key in keys}
+    return {key: _by_number(experts[key]) for key in keys}
+
+
+def _by_number(by_expert: Mapping[int, LoraPair]) -> Mapping[int, LoraPair]:
+    if isinstance(by_expert, GridPairs):
+        return by_expert
+    return {expert: by_expert[expert] for expert in sorted(by_expert)}
 
 
 def _check_pairs(form: NormalForm, max_lora_rank: int, num_tensors: int) -> None:
-    pairs = form.pairs()
+    pairs = form.samples()
     if not pairs and not form.saved:
         raise AdapterFormatError(
             f"none of the file's {num_tensors} tensors fits this model: {named(form.ignored)}",
@@ -272,9 +345,10 @@ def _check_pairs(form: NormalForm, max_lora_rank: int, num_tensors: int) -> None
             metadata={"lora_rank": pair.lora_rank, "limit": max_lora_rank},
         )
     for (layer, projection), by_expert in form.experts.items():
-        a_dtypes = {pair.a.tensor.dtype for pair in by_expert.values()}
-        b_dtypes = {pair.b.tensor.dtype for pair in by_expert.values()}
-        others = {pair.magnitude.tensor.dtype for pair in by_expert.values() if pair.magnitude is not None}
+        samples = samples_of(by_expert)
+        a_dtypes = {pair.a.tensor.dtype for pair in samples}
+        b_dtypes = {pair.b.tensor.dtype for pair in samples}
+        others = {pair.magnitude.tensor.dtype for pair in samples if pair.magnitude is not None}
         for what, dtypes in (("lora_A", a_dtypes), ("lora_B", b_dtypes), ("lora_magnitude_vector", others)):
             if len(dtypes) > 1:
                 raise AdapterFormatError(

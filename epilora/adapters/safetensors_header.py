@@ -3,77 +3,36 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
+from epilora.adapters.canonical_header import parse_canonical
+from epilora.adapters.tensor_entry import FLOAT_BYTES, MAX_NAME_LENGTH, TensorEntry
+from epilora.adapters.tensor_table import TensorTable
 from epilora.errors import AdapterFormatError
 
-FLOAT_BYTES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
-"""Bytes of an element of the dtypes that an adapter may have."""
-
-MAX_NAME_LENGTH = 256
-"""Of a tensor. Names go into messages, and what a gRPC status can carry is small."""
-
 _LFS_POINTER = b"version https://git-lfs"
-# What safetensors writes for adapters: no spaces, no escapes, one key of metadata at most (two could be the same).
-_NUMBER = r"(?:0|[1-9][0-9]{0,17})"
-_CANONICAL_STRING = re.compile(r'"([^"\\\x00-\x1f]*)":"([^"\\\x00-\x1f]*)"')
-_CANONICAL_START = re.compile(rf'\{{(?:"__metadata__":\{{(?P<metadata>(?:{_CANONICAL_STRING.pattern})?)\}},)?')
-_CANONICAL_KIND = re.compile(rf'({"|".join(FLOAT_BYTES)})","shape":\[((?:{_NUMBER}(?:,{_NUMBER}){{0,7}})?)')
-_PRINTABLE = bytes(character for character in range(0x20, 0x7F) if character != ord("\\"))
-# `"name":{"dtype":"F32","shape":[3,8],"data_offsets":[0,96]},"next":` and so on: what stands between the name, the kind
-# `F32","shape":[3,8` and the offsets is always the same. Each gets a mark, since no text has these characters.
-_AFTER_NAME, _AFTER_KIND, _AFTER_OFFSETS = b'":{"dtype":"', b'],"data_offsets":[', b']},"'
-_MARKS = (b"\x01", b"\x02", b"\x03")
-_MARK = "\x01"
-_MARK_ALIKE = bytes.maketrans(b"".join(_MARKS), _MARK.encode() * len(_MARKS))
-_QUOTES_PER_ENTRY = 10
 _ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
-
-
-class TensorEntry(NamedTuple):
-    """A tensor of a safetensors file. A tuple, since an adapter has tens of thousands and they are made all at once."""
-
-    index: int  # type: ignore[assignment]
-    """In order of offset, from 0."""
-    name: str
-    dtype: str
-    """A key of FLOAT_BYTES."""
-    shape: tuple[int, ...]
-    offset: int
-    """First byte in the file."""
-    size_bytes: int
-    file: int = 0
-    """Which of the adapter's weight files."""
-
-    @property
-    def num_columns(self) -> int:
-        """Extent of the last dimension. Every tensor is read as a matrix: all dimensions before it are its rows."""
-        return self.shape[-1] if self.shape else 1
-
-    @property
-    def num_rows(self) -> int:
-        """Product of all dimensions but the last."""
-        return math.prod(self.shape[:-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SafetensorsHeader:
     """The header of a file that was checked."""
 
-    tensors: tuple[TensorEntry, ...]
+    tensors: Sequence[TensorEntry]
     """In order of offset."""
     metadata: Mapping[str, str]
     file_bytes: int
+
+    def dtypes(self) -> list[str]:
+        """Of all tensors, in order of name."""
+        if isinstance(self.tensors, TensorTable):
+            return sorted({kind.dtype for kind in self.tensors.kinds})
+        return sorted({tensor.dtype for tensor in self.tensors})
 
 
 def read_header_bytes(fd: int, *, where: str, max_header_bytes: int) -> bytes:
@@ -120,9 +79,10 @@ def parse_header(header: bytes, *, file_bytes: int, where: str) -> SafetensorsHe
     Raises:
         AdapterFormatError: reason BAD_SAFETENSORS, or UNSUPPORTED_DTYPE.
     """
-    canonical = _parse_canonical(header, file_bytes)
+    canonical = parse_canonical(header, file_bytes)
     if canonical is not None:
-        return canonical
+        tensors, metadata = canonical
+        return SafetensorsHeader(tensors=tensors, metadata=metadata, file_bytes=file_bytes)
     entries = _load(header, where)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
@@ -131,76 +91,8 @@ def parse_header(header: bytes, *, file_bytes: int, where: str) -> SafetensorsHe
     found = [_entry(name, value, data_start, where) for name, value in entries.items()]
     found.sort(key=lambda item: (item.offset, item.size_bytes))
     _check_coverage(found, data_start, file_bytes, where)
-    tensors = tuple(item._replace(index=index) for index, item in enumerate(found))
-    return SafetensorsHeader(tensors=tensors, metadata=metadata, file_bytes=file_bytes)
-
-
-def _parse_canonical(header: bytes, file_bytes: int) -> SafetensorsHeader | None:
-    """The header if it is spelled as safetensors itself does and nothing is wrong with it; else None.
-
-    A per-expert adapter has tens of thousands of tensors, and to check each with care takes longer than to copy it. So
-    the text is taken apart where all entries are the same, what is left has few kinds, and the offsets are compared
-    with what they have to be.
-    """
-    if header.translate(None, _PRINTABLE):
-        return None
-    start = _CANONICAL_START.match(header.decode("ascii"))
-    columns = _columns_of(header[start.end() :].rstrip(b" ")) if start is not None else None
-    if start is None or columns is None:
-        return None
-    names, kinds, spelled_offsets = columns
-    matches = {kind: _CANONICAL_KIND.fullmatch(kind) for kind in set(kinds)}
-    dtype_of = {kind: match[1] for kind, match in matches.items() if match}
-    shape_of = {
-        kind: tuple(map(int, match[2].split(","))) if match[2] else () for kind, match in matches.items() if match
-    }
-    if len(dtype_of) != len(matches):
-        return None
-    size_of = {kind: math.prod(shape) * FLOAT_BYTES[dtype_of[kind]] for kind, shape in shape_of.items()}
-    sizes = list(map(size_of.__getitem__, kinds))
-    # Each begins where the one before ends, and the sizes are those of the shapes.
-    ends = list(itertools.accumulate(sizes))
-    numbers = tuple(itertools.chain.from_iterable(zip(itertools.chain((0,), ends), ends, strict=False)))
-    expected = _MARK.join(["%d,%d"] * len(ends)) % numbers
-    data_start = 8 + len(header)
-    if data_start + ends[-1] != file_bytes or _MARK.join(spelled_offsets) != expected:
-        return None
-    if len(set(names)) != len(names) or "__metadata__" in names:
-        return None
-    offsets = itertools.chain((data_start,), map(data_start.__add__, ends))
-    dtypes, shapes = map(dtype_of.__getitem__, kinds), map(shape_of.__getitem__, kinds)
-    fields = zip(itertools.count(), names, dtypes, shapes, offsets, sizes, itertools.repeat(0), strict=False)
-    return SafetensorsHeader(
-        # What TensorEntry._make does, without a call of Python's own for each.
-        tensors=tuple(map(partial(tuple.__new__, TensorEntry), fields)),
-        metadata=dict(_CANONICAL_STRING.findall(start["metadata"] or "")),
-        file_bytes=file_bytes,
-    )
-
-
-def _columns_of(body: bytes) -> tuple[list[str], list[str], list[str]] | None:
-    """(name, kind, offsets) of all entries, as spelled, from the text after the metadata.
-
-    Example: `"a":{"dtype":"F32","shape":[3,8],"data_offsets":[0,96]}}` -> a, `F32","shape":[3,8`, `0,96`.
-    """
-    if body[:1] != b'"' or body[-3:] != b"]}}":
-        return None
-    text = body[1:-3]
-    for between, mark in zip((_AFTER_NAME, _AFTER_KIND, _AFTER_OFFSETS), _MARKS, strict=True):
-        text = text.replace(between, mark)
-    marks = np.frombuffer(text, np.uint8)
-    marks = marks[marks < 4]
-    num_entries = len(marks) // 3 + 1
-    in_turn = np.resize(np.array([1, 2, 3], np.uint8), 3 * num_entries - 1)
-    # The quotes that are left are three in each kind, as its expression has them: so there are none in names.
-    if not np.array_equal(marks, in_turn) or body.count(b'"') != num_entries * _QUOTES_PER_ENTRY:
-        return None
-    fields = text.translate(_MARK_ALIKE).decode("ascii").split(_MARK)
-    names = fields[::3]
-    lengths = set(map(len, names))
-    if min(lengths) < 1 or max(lengths) > MAX_NAME_LENGTH:
-        return None
-    return names, fields[1::3], fields[2::3]
+    indexed = tuple(item._replace(index=index) for index, item in enumerate(found))
+    return SafetensorsHeader(tensors=indexed, metadata=metadata, file_bytes=file_bytes)
 
 
 def _load(header: bytes, where: str) -> dict[str, Any]:

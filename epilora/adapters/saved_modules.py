@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from epilora.adapters.normal_form import AdapterTarget, SavedModule
 from epilora.adapters.peft_config import PeftConfig
-from epilora.adapters.safetensors_header import TensorEntry
+from epilora.adapters.tensor_entry import TensorEntry
 from epilora.errors import AdapterFormatError
 from epilora.model_spec import DenseModuleSpec
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from epilora.adapters.normal_form import LoraPair, NormalForm, Region
+from epilora.adapters.normal_form import GridPairs, LoraPair, NormalForm, Region
 from epilora.families import Projection
 from epilora.load_spec import MoELayerLoadSpec
 from epilora.slices import (
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
     offset: int
     """First byte in the slice file."""
     size_bytes: int
-    regions: tuple[Region, ...] = ()
+    regions: Sequence[Region] = ()
     """Matrices of the adapter's file, of one dtype; empty for a constant."""
     constant: bytes = b""
     """Small values that are not in the file (lora_rank, scale)."""
@@ -69,18 +69,14 @@ class SlicePlan:
 
 def plan_slices(form: NormalForm, specs: Sequence[SliceSpec]) -> SlicePlan:
     """Plans the slice files of some ranks."""
-    drafts = [_draft(form, spec) for spec in specs]
+    known: _KnownItems = {}
+    drafts = [_draft(form, spec, known) for spec in specs]
     layouts = _lay_out_all(drafts, specs)
     tensors: dict[str, list[Piece]] = {}
     for index, (draft, layout) in enumerate(zip(drafts, layouts, strict=True)):
         for item in draft:
-            piece = Piece(
-                slice_index=index,
-                offset=layout.tensors[item.tensor.name].offset,
-                size_bytes=item.tensor.size_bytes,
-                regions=item.regions,
-                constant=item.constant,
-            )
+            tensor = layout.tensors[item.tensor.name]
+            piece = Piece(index, tensor.offset, tensor.size_bytes, item.regions, item.constant)
             tensors.setdefault(item.tensor.name, []).append(piece)
     # A name's place among the others is the same in every slice, but the first slice need not have all names.
     order = {name: place for place, name in enumerate(_names(form))}
@@ -93,8 +89,12 @@ class _Item(NamedTuple):
     """A tensor of one slice file before it has an offset, and what it is made of."""
 
     tensor: SliceTensor
-    regions: tuple[Region, ...] = ()
+    regions: Sequence[Region] = ()
     constant: bytes = b""
+
+
+_KnownItems = dict[tuple[int, Projection, tuple[bool, ...]], tuple[_Item, _Item, _Item, _Item]]
+"""Tensors of grids, by layer, projection and which slots have a pair: most ranks have the same ones."""
 
 
 def _lay_out_all(drafts: Sequence[Sequence[_Item]], specs: Sequence[SliceSpec]) -> list[SliceLayout]:
@@ -125,10 +125,13 @@ def _names(form: NormalForm) -> list[str]:
     return experts + dense + saved
 
 
-def _draft(form: NormalForm, spec: SliceSpec) -> list[_Item]:
+def _draft(form: NormalForm, spec: SliceSpec, known: _KnownItems) -> list[_Item]:
     draft: list[_Item] = []
     local_experts = {layer.moe.layer: layer.local_experts for layer in spec.layers}
     for (layer, projection), by_expert in form.experts.items():
+        if isinstance(by_expert, GridPairs):
+            draft += _grid_items(layer, projection, by_expert, local_experts.get(layer, ()), known)
+            continue
         slots = [by_expert.get(expert) for expert in local_experts.get(layer, ())]
         if any(slots):
             draft += _expert_items(layer, projection, slots)
@@ -148,6 +151,38 @@ def _draft(form: NormalForm, spec: SliceSpec) -> list[_Item]:
 def _whole(name: str, region: Region) -> _Item:
     """One matrix."""
     return _Item(tensor=SliceTensor(name=name, dtype=region.tensor.dtype, shape=region.shape), regions=(region,))
+
+
+def _grid_items(
+    layer: int,
+    projection: Projection,
+    pairs: GridPairs,
+    local_experts: Sequence[int],
+    known: _KnownItems,
+) -> list[_Item]:
+    """As _expert_items, for pairs that are all alike."""
+    places = pairs.places(local_experts)
+    present = [place for place in places if place >= 0]
+    if not present:
+        return []
+    a, b = pairs.regions(present)
+    first = pairs.first
+    key = (layer, projection, tuple([place >= 0 for place in places]))
+    items = known.get(key)
+    if items is None:
+        sum_rank = len(present) * first.lora_rank
+        in_features, out_features = first.a.shape[1], first.b.shape[0]
+        a_name, b_name, ranks_name, scales_name = (
+            expert_tensor_name(layer, projection, part) for part in ("A", "B", "lora_rank", "scale")
+        )
+        items = known[key] = (
+            _Item(SliceTensor(name=a_name, dtype=a.dtype, shape=(sum_rank, in_features))),
+            _Item(SliceTensor(name=b_name, dtype=b.dtype, shape=(out_features * sum_rank,))),
+            _constant(ranks_name, "I32", [0 if place < 0 else first.lora_rank for place in places]),
+            _constant(scales_name, "F32", [0.0 if place < 0 else first.scale for place in places]),
+        )
+    a_item, b_item, ranks, scales = items
+    return [_Item(a_item.tensor, a), _Item(b_item.tensor, b), ranks, scales]
 
 
 def _expert_items(layer: int, projection: Projection, slots: Sequence[LoraPair | None]) -> list[_Item]:

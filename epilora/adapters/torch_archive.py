@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from epilora.adapters.safetensors_header import FLOAT_BYTES, MAX_NAME_LENGTH, TensorEntry, is_text
+from epilora.adapters.safetensors_header import is_text
+from epilora.adapters.tensor_entry import FLOAT_BYTES, MAX_NAME_LENGTH, TensorEntry
 from epilora.errors import AdapterFormatError
 
 MAX_PICKLE_BYTES = 64 << 20

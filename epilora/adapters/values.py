@@ -13,7 +13,7 @@ import numpy.typing as npt
 from epilora.adapters.keys import named
 from epilora.adapters.normal_form import NUMPY_DTYPE, LoraPair, NormalForm, Region
 from epilora.adapters.open_adapter import OpenAdapter
-from epilora.adapters.safetensors_header import TensorEntry
+from epilora.adapters.tensor_entry import TensorEntry
 from epilora.errors import AbortedError, AdapterFormatError
 
 _BLOCK_BYTES = 4 << 20

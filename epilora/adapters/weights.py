@@ -14,11 +14,11 @@ from types import TracebackType
 
 from epilora.adapters.safetensors_header import (
     SafetensorsHeader,
-    TensorEntry,
     header_digest,
     parse_header,
     read_header_bytes,
 )
+from epilora.adapters.tensor_entry import TensorEntry
 from epilora.adapters.torch_archive import TorchArchive
 from epilora.errors import AdapterFormatError
 

@@ -25,7 +25,8 @@ from epilora.rpc import make_channel
 from epilora.v1 import loader_service_pb2 as pb
 from epilora.v1 import types_pb2
 from loader_service.cache import BuiltSlices, SliceCache
-from loader_service.writer import BuildProgress, WriteResult, write_slices
+from loader_service.write_result import WriteResult
+from loader_service.writer import BuildProgress, write_slices
 from tests.loader.loader_harness import (
     LoaderClient,
     big_adapter,

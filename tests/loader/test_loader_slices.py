@@ -48,8 +48,9 @@ async def test_slices_equal_the_normal_form(model_name: str, tmp_path: Path) -> 
 
 async def test_tensors_larger_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with real sizes: matrices cut into blocks, columns taken in several passes, threads, pages in advance."""
-    sizes = {"slice_file.BLOCK_BYTES": 256, "writer.BLOCK_BYTES": 256, "writer.TRANSPOSE_BYTES": 512}
-    for name, size in {**sizes, "writer._BYTES_PER_THREAD": 1, "build.LEAST_BYTES": 1}.items():
+    blocks = {"slice_file.BLOCK_BYTES": 256, "writer.BLOCK_BYTES": 256, "gather.GATHER_BYTES": 1024}
+    least = {"writer.TRANSPOSE_BYTES": 512, "writer._BYTES_PER_THREAD": 1, "build.LEAST_BYTES": 1}
+    for name, size in {**blocks, **least}.items():
         monkeypatch.setattr(f"loader_service.{name}", size)
     model = ModelSpec.from_directory(FIXTURES / "models" / "qwen3moe-T")
     async with running_loader(loader_settings(tmp_path, [FIXTURES])) as loader:

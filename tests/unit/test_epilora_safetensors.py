@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -17,7 +18,8 @@ from epilora.errors import AdapterFormatError
 
 
 def _parse(header: bytes, data_bytes: int) -> Any:
-    return parse_header(header, file_bytes=8 + len(header) + data_bytes, where="file")
+    parsed = parse_header(header, file_bytes=8 + len(header) + data_bytes, where="file")
+    return dataclasses.replace(parsed, tensors=tuple(parsed.tensors))
 
 
 def _entry(begin: int, end: int, shape: Any = None, dtype: str = "F32") -> dict[str, Any]:

@@ -11,11 +11,11 @@ import torch
 from worker_model_support import Adapter, random_adapter, small_config, write_model, write_slice
 
 from compute_worker.adapter_pool import AdapterPool
-from compute_worker.process_memory import anonymous_bytes
 from epilora.errors import FailedPreconditionError, InternalError, ResourceExhaustedError, StalePlacementError
 from epilora.load_spec import MoEEPLoadSpec
 from epilora.model_spec import ModelSpec
 from epilora.placement import ExpertPlacement
+from epilora.process_memory import anonymous_bytes
 
 CPU = torch.device("cpu")
 
