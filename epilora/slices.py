@@ -203,7 +203,16 @@ def open_slice(path: Path) -> BinaryIO:
     except BlockingIOError as error:
         stream.close()
         raise _gone(path) from error
+    if is_unlinked(stream):
+        # Between the two calls above; the loader may have counted its bytes as free already.
+        stream.close()
+        raise _gone(path)
     return stream
+
+
+def is_unlinked(stream: BinaryIO) -> bool:
+    """True once the loader has taken the name of an open slice file away: it wants the bytes back."""
+    return os.fstat(stream.fileno()).st_nlink == 0
 
 
 def _gone(path: Path) -> UnavailableError:

@@ -21,6 +21,10 @@ from epilora.errors import ResourceExhaustedError
 from epilora.v1 import loader_service_pb2, types_pb2
 from loader_service.slice_store import SliceStore
 
+_LET_GO_SECONDS = 5.0
+"""For workers to let go of files whose names are gone, which they do within a second, while a build needs the room."""
+_LOOK_SECONDS = 0.02
+
 log = structlog.get_logger(__name__)
 
 
@@ -280,17 +284,25 @@ class SliceCache:
         return paths
 
     def _make_free(self, num_bytes: int) -> None:
-        """Removes idle entries so that there are so many bytes more, as far as that goes."""
+        """Removes idle entries so that there are so many bytes more, as far as that goes.
+
+        Waits for workers that keep the files of entries which are gone, if it takes those bytes.
+        """
+        deadline = time.monotonic() + _LET_GO_SECONDS
         self._store.sweep()
         while True:
             free_bytes = self._store.free_bytes()
             with self._lock:
-                over_budget = self._taken_bytes() + num_bytes - self._budget_bytes
-                evicted = self._evict(max(over_budget, num_bytes - free_bytes))
-            if not evicted:
+                lacking = max(self._taken_bytes() + num_bytes - self._budget_bytes, num_bytes - free_bytes)
+                evicted = self._evict(lacking)
+            if evicted:
+                # More than once, since what other entries share is not freed with an entry.
+                self._store.release(evicted)
+                continue
+            if lacking <= 0 or not self._store.has_leaving or time.monotonic() > deadline:
                 return
-            # More than once, since what other entries share is not freed with an entry.
-            self._store.release(evicted)
+            time.sleep(_LOOK_SECONDS)
+            self._store.sweep()
 
     def _taken_bytes(self) -> int:
         """Of the budget. Needs the lock; a build that publishes meanwhile may be counted twice, never not at all."""

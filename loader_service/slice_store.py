@@ -1,9 +1,10 @@
 """The files of the slice cache: a directory in shared memory that one loader owns.
 
 A slice file is named by the digest of its bytes; slices of equal bytes are one file. It is written in a directory of
-its own and renamed when it is whole, so that a reader never sees a part. A file is removed when no entry refers to it
-and nobody reads it: whoever reads one holds a shared lock on it (epilora/slices.py), which the kernel takes back from
-a process that dies. What a loader that died left behind is removed by the next one at its start.
+its own and renamed when it is whole, so that a reader never sees a part. When no entry refers to a file any more its
+name goes at once, which asks workers that keep it mapped to let go. Its bytes count until they have: whoever reads one
+holds a shared lock on it (epilora/slices.py), which the kernel takes back from a process that dies. What a loader that
+died left behind is removed by the next one at its start.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from epilora.errors import FailedPreconditionError
 
 log = structlog.get_logger(__name__)
 
-_OURS = re.compile(r"[0-9a-f]{32}(-\d+)?\.safetensors|(unfinished|trash)-[0-9a-f]{32}")
+_OURS = re.compile(r"[0-9a-f]{32}(-\d+)?\.safetensors|unfinished-[0-9a-f]{32}")
 _SIBLING = re.compile(r"epilora-(\d+)-[0-9a-f]{8}")
 _LOCK_NAME = ".lock"
 _LOCK_TIMEOUT_SECONDS = 5.0
@@ -40,6 +41,14 @@ class _Stored:
     num_references: int = 1
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Leaving:
+    """A file without a name, open here so that its lock can be asked for."""
+
+    fd: int
+    size_bytes: int
+
+
 class SliceStore:
     """Thread-safe. `open` it before use."""
 
@@ -49,6 +58,7 @@ class SliceStore:
         self._files: dict[Path, _Stored] = {}
         self._unused: set[Path] = set()
         """Without references, and not yet removed."""
+        self._leaving: list[_Leaving] = []
         self._used_bytes = 0
         self._lock_fd = -1
 
@@ -81,15 +91,24 @@ class SliceStore:
             self._files.clear()
             self._unused.clear()
             self._used_bytes = 0
+            for file in self._leaving:
+                os.close(file.fd)
+            self._leaving.clear()
         for path in _ours(self._directory):
             _remove(path)
         os.close(self._lock_fd)
 
     @property
     def used_bytes(self) -> int:
-        """Of all files, those included that are to be removed once nobody reads them."""
+        """Of all files, those included whose names are gone and that somebody still reads."""
         with self._lock:
             return self._used_bytes
+
+    @property
+    def has_leaving(self) -> bool:
+        """True if bytes come free once somebody lets go of files whose names are gone."""
+        with self._lock:
+            return self._used_bytes > sum(stored.size_bytes for stored in self._files.values())
 
     @property
     def directory(self) -> Path:
@@ -139,7 +158,7 @@ class SliceStore:
         raise AssertionError("unreachable: count has no end")
 
     def release(self, paths: Iterable[Path]) -> int:
-        """Gives references back; files without any are removed. Returns the bytes removed."""
+        """Gives references back; files without any lose their names. Returns the bytes that came free."""
         with self._lock:
             for path in paths:
                 stored = self._files[path]
@@ -149,17 +168,20 @@ class SliceStore:
         return self.sweep()
 
     def sweep(self) -> int:
-        """Removes the files without references that nobody reads (any more). Returns the bytes removed."""
+        """Frees the files without references that nobody reads (any more). Returns the bytes that came free."""
         with self._lock:
-            # Out of the way first: the same slice may be added anew while the file is being removed.
-            taken = [(trash, path) for path in self._unused if (trash := self._take_away(path)) is not None]
-            sizes = [self._files.pop(path).size_bytes for _, path in taken]
-            self._unused.difference_update(path for _, path in taken)
-        for trash, _ in taken:
-            trash.unlink(missing_ok=True)
+            for path in self._unused:
+                file = self._take_away(path, self._files.pop(path).size_bytes)
+                self._leaving.append(file)
+            self._unused.clear()
+            leaving, self._leaving = self._leaving, []
+        # A file goes with its last descriptor, and to free its pages takes a while: not under the lock.
+        read = [file for file in leaving if not _free(file)]
+        freed = sum(file.size_bytes for file in leaving) - sum(file.size_bytes for file in read)
         with self._lock:
-            self._used_bytes -= sum(sizes)
-        return sum(sizes)
+            self._leaving += read
+            self._used_bytes -= freed
+        return freed
 
     def _move_in(self, path: Path, final: Path, size: int) -> None:
         path.rename(final)
@@ -172,18 +194,24 @@ class SliceStore:
         self._files[final] = _Stored(size)
         self._used_bytes += size
 
-    def _take_away(self, path: Path) -> Path | None:
-        """Renames a file for removal; None if somebody reads it."""
-        trash = self._directory / f"trash-{uuid.uuid4().hex}"
-        with suppress(FileNotFoundError):
+    def _take_away(self, path: Path, size_bytes: int) -> _Leaving:
+        """Takes a file's name. Whoever opens it at this moment either has its lock by then, or finds the name gone."""
+        try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                if not _try_lock(fd):
-                    return None
-                path.rename(trash)
-            finally:
-                os.close(fd)
-        return trash
+        except FileNotFoundError:
+            return _Leaving(fd=-1, size_bytes=size_bytes)
+        path.unlink(missing_ok=True)
+        return _Leaving(fd=fd, size_bytes=size_bytes)
+
+
+def _free(file: _Leaving) -> bool:
+    """Lets a file go; False, and it stays open, if somebody reads it."""
+    if file.fd == -1:
+        return True
+    if not _try_lock(file.fd):
+        return False
+    os.close(file.fd)
+    return True
 
 
 def _ours(directory: Path) -> list[Path]:

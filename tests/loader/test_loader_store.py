@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
+from contextlib import ExitStack
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from typer.testing import CliRunner
 
 from epilora.cli.app import app
+from epilora.errors import UnavailableError
 from epilora.model_spec import ModelSpec
 from epilora.placement import ExpertPlacement
-from epilora.slices import open_slice
+from epilora.slices import is_unlinked, open_slice
 from epilora.v1 import loader_service_pb2 as pb
 from loader_service.slice_store import SliceStore
 from tests.loader.loader_harness import big_adapter, build_request, loader_settings, running_loader, wide_model
@@ -68,20 +72,68 @@ def test_equal_digests_of_other_bytes_are_two_files(tmp_path: Path) -> None:
     store.close()
 
 
-async def test_a_file_that_is_read_stays_until_it_is_not(tmp_path: Path, request_for: pb.BuildSlicesRequest) -> None:
+async def test_the_bytes_of_a_file_that_is_read_count_until_it_is_not(
+    tmp_path: Path, request_for: pb.BuildSlicesRequest
+) -> None:
     async with running_loader(loader_settings(tmp_path, [tmp_path / "adapters"])) as loader:
         result = await loader.build(request_for)
         read, other = result.slices
-        with open_slice(Path(read.path)):
+        content = Path(read.path).read_bytes()
+        with open_slice(Path(read.path)) as stream:
+            assert not is_unlinked(stream)
             assert await loader.release(result.lease_id) == other.size_bytes
-            assert Path(read.path).exists()
+            assert is_unlinked(stream), "which tells the reader that its bytes are wanted"
+            assert stream.read() == content
             state = await loader.cache()
-            assert (state.num_entries, state.used_bytes) == (0, read.size_bytes), "its bytes count as long as they are"
+            assert (state.num_entries, state.used_bytes) == (0, read.size_bytes)
             again = await loader.build(request_for)
-            assert again.slices == result.slices
-            assert await loader.release(again.lease_id) == other.size_bytes
+            assert again.slices == result.slices, "equal bytes have equal names"
+            assert (await loader.cache()).used_bytes == 2 * read.size_bytes + other.size_bytes
+            assert await loader.release(again.lease_id) == read.size_bytes + other.size_bytes
         assert (await loader.cache()).used_bytes == 0
         assert not Path(read.path).exists()
+
+
+@pytest.mark.parametrize("lets_go", [True, False])
+async def test_a_build_waits_for_those_who_keep_what_is_gone(
+    tmp_path: Path, model: ModelSpec, monkeypatch: pytest.MonkeyPatch, lets_go: bool
+) -> None:
+    placement = ExpertPlacement.make("linear", model, 2)
+    first, second = (big_adapter(tmp_path / "adapters" / name, lora_rank=2, seed=ord(name)) for name in "ab")
+    monkeypatch.setattr("loader_service.cache._LET_GO_SECONDS", 30.0 if lets_go else 0.2)
+    settings = loader_settings(tmp_path, [tmp_path / "adapters"], cache_budget_bytes=4 << 20)
+    async with running_loader(settings) as loader:
+        result = await loader.build(build_request(first, model, placement))
+        with ExitStack() as kept:
+            for piece in result.slices:
+                kept.enter_context(open_slice(Path(piece.path)))
+            assert await loader.release(result.lease_id) == 0
+            build = build_request(second, model, placement)
+            if lets_go:
+                waiting = asyncio.create_task(loader.build(build))
+                await asyncio.sleep(0.3)
+                assert not waiting.done()
+                assert (await loader.cache()).used_bytes <= 4 << 20
+                kept.close()
+                await asyncio.wait_for(waiting, 20)
+            else:
+                assert (await loader.error(build)).reason == "CACHE_FULL"
+        assert (await loader.cache()).used_bytes <= 4 << 20
+
+
+def test_a_name_that_goes_while_it_is_opened_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader may have counted its bytes as free by then."""
+    path = tmp_path / "slice"
+    path.write_bytes(b"content")
+    flock = fcntl.flock
+
+    def gone_first(stream: BinaryIO, operation: int) -> None:
+        path.unlink()
+        flock(stream, operation)
+
+    monkeypatch.setattr("fcntl.flock", gone_first)
+    with pytest.raises(UnavailableError, match="is gone"):
+        open_slice(path)
 
 
 async def test_verify_finds_what_has_changed(tmp_path: Path, model: ModelSpec) -> None:

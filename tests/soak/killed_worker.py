@@ -53,6 +53,19 @@ class Loader:
         return self._builder.build(self._request, identity, BuildProgress(), lease="lease")
 
 
+class NoWeights:
+    """Adapters without DoRA are measured against nothing."""
+
+    def dense(self, module: str) -> torch.Tensor:
+        raise AssertionError(module)
+
+    def has_bias(self, module: str) -> bool:
+        raise AssertionError(module)
+
+    def expert(self, layer: int, projection: str, expert: int) -> torch.Tensor:
+        raise AssertionError((layer, projection, expert))
+
+
 def stage(loader: Loader, path: Path, stop_before: int) -> dict[str, Any]:
     """A worker's part: what it took, and in which steps."""
     steps: list[str] = []
@@ -71,6 +84,7 @@ def stage(loader: Loader, path: Path, stop_before: int) -> dict[str, Any]:
         device=torch.device("cpu"),
         max_bytes=1 << 30,
         rank_multiple=0,
+        base=NoWeights(),
     )
     try:
         pool.stage(name="a", generation=1, path=path, placement_id=loader.load_spec.placement_id)
