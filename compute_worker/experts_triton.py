@@ -10,6 +10,7 @@ import torch
 from compute_worker.dispatch.base import ArrivedTokens
 from compute_worker.experts_base import ExpertWeights, LayerPairs, LoraPair, TokensByAdapter
 from compute_worker.kernels import Activation, AdapterTable, LayerAdapter, MoEWeights, ProjectionSlice, moe
+from compute_worker.kernels.adapter_table import TableRows, place_rows
 from compute_worker.kernels.reference import activate
 from epilora.model_spec import GateUpLayout
 
@@ -59,18 +60,36 @@ class TritonLayerExperts:
         self.has_adapters = False
 
     @property
+    def num_experts(self) -> int:
+        """Local slots."""
+        return self._weights.num_experts
+
+    @property
     def max_lora_rank(self) -> int:
         """See the class."""
         return self._table.max_lora_rank
 
+    def rows_of(self, pairs: LayerPairs) -> TableRows | None:
+        """What the table will hold of an adapter, on the host; None if it has no pair for these experts. Any thread.
+
+        Raises:
+            ValueError: the pairs are not of this layer's local experts.
+        """
+        rows = self._table.rows_of(self._slices(pairs))
+        return rows if rows.largest_rank else None
+
     def set_adapter(self, adapter_slot: int, pairs: LayerPairs) -> None:
         """See LayerExperts.set_adapter."""
-        largest = max((rank for pair in pairs.values() for rank in pair.lora_rank), default=0)
-        if largest:
-            # Whole powers of two, so that few limits are ever seen.
-            self._table.raise_max_lora_rank(max(MIN_TABLE_RANK, 1 << (largest - 1).bit_length()))
-            self._table.set_slot(adapter_slot, self._slices(pairs))
-            self.has_adapters = True
+        rows = self.rows_of(pairs)
+        if rows is not None:
+            self.set_rows(adapter_slot, place_rows([rows], self._weights.down_eDF.device)[0])
+
+    def set_rows(self, adapter_slot: int, rows: TableRows) -> None:
+        """The same with what `rows_of` made of the pairs, on the device. Never waits for it."""
+        # Whole powers of two, so that few limits are ever seen.
+        self._table.raise_max_lora_rank(max(MIN_TABLE_RANK, 1 << (rows.largest_rank - 1).bit_length()))
+        self._table.set_rows(adapter_slot, rows)
+        self.has_adapters = True
 
     def clear_adapter(self, adapter_slot: int) -> None:
         """See LayerExperts.clear_adapter."""

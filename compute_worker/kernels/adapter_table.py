@@ -8,8 +8,8 @@ its next replay.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -43,6 +43,43 @@ class TablePointers(NamedTuple):
     a_address: torch.Tensor
     b_address: torch.Tensor
     scale: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableRows:
+    """What a table is to hold of one adapter: made by any thread, put into a slot by the one that computes."""
+
+    adapter: LayerAdapter
+    pointers: TablePointers
+    """[e, 3] each; of `AdapterTable.rows_of` on the CPU and without scales, of `place_rows` whole and on the device."""
+    largest_rank: int
+
+
+def place_rows(rows: Sequence[TableRows], device: torch.device) -> list[TableRows]:
+    """Brings the rows of many layers to the device, with one copy for each kind and without waiting for them.
+
+    The results are views of four tensors; whoever frees those tells the streams that read them.
+    """
+    kinds = zip(*(row.pointers for row in rows), strict=True)
+    parts = [_to_device(torch.cat([part.flatten() for part in kind]), device) for kind in kinds]
+    sizes = [row.pointers.lora_rank.numel() for row in rows]
+    shapes = [row.pointers.lora_rank.shape for row in rows]
+    placed = []
+    for row, shape, pointers in zip(
+        rows, shapes, zip(*(torch.split(part, sizes) for part in parts), strict=True), strict=True
+    ):
+        views = TablePointers(*(part.view(shape) for part in pointers))
+        # Scales may live on the device already; they are copied there, so that nothing waits for it.
+        for name, piece in row.adapter.items():
+            for c in _columns(name):
+                views.scale[:, c].copy_(piece.scale)
+        placed.append(replace(row, pointers=views))
+    return placed
+
+
+def _to_device(flat: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Pinned, or the copy would wait for the device; the allocator keeps the memory until the copy is done."""
+    return flat.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else flat
 
 
 def _check_max_rank(max_lora_rank: int) -> None:
@@ -85,26 +122,38 @@ class AdapterTable:
         self._owned: dict[int, LayerAdapter] = {}
 
     def set_slot(self, adapter_slot: int, adapter: LayerAdapter) -> None:
-        """Point adapter_slot at an adapter's slices; ordered on the current stream like any other write.
+        """Point adapter_slot at an adapter's slices; ordered on the current stream like any other write, never waits.
 
         The table keeps the slices alive until clear_slot or the next set_slot. A and B must be finite (in the fused
         path other rows meet them as exact zeros times B): the caller checks once, when it stages them. Raises
         ValueError for a slot, shape, dtype or rank that does not fit the layer.
         """
         self._check_slot(adapter_slot)
+        self.set_rows(adapter_slot, place_rows([self.rows_of(adapter)], self.pointers.scale.device)[0])
+
+    def rows_of(self, adapter: LayerAdapter) -> TableRows:
+        """The host's part of set_slot, of a table of this layer's shapes. Any thread.
+
+        Raises:
+            ValueError: a shape or dtype does not fit the layer.
+        """
         if "gate_up" in adapter and ("gate" in adapter or "up" in adapter):
             raise ValueError("an adapter has either gate_up or gate and up, got both")
-        rows = TablePointers(*(torch.zeros(t.shape[1:], dtype=t.dtype) for t in self.pointers))
+        shape = (self.num_experts, len(PROJECTIONS))
+        rows = TablePointers(*(torch.zeros(shape, dtype=tensor.dtype) for tensor in self.pointers))
         for name, piece in adapter.items():
             self._check_piece(name, piece)
             self._fill(rows, name, piece)
-        for target, row in zip(self.pointers[:3], rows[:3], strict=True):
+        return TableRows(adapter=adapter, pointers=rows, largest_rank=int(rows.lora_rank.numpy().max(initial=0)))
+
+    def set_rows(self, adapter_slot: int, rows: TableRows) -> None:
+        """The device's part of set_slot: rows of place_rows. Raises ValueError for a slot or rank that does not fit."""
+        self._check_slot(adapter_slot)
+        if rows.largest_rank > self.max_lora_rank:
+            raise ValueError(f"lora rank {rows.largest_rank} is over the table's {self.max_lora_rank}")
+        for target, row in zip(self.pointers, rows.pointers, strict=True):
             target[adapter_slot].copy_(row)
-        # Scales may live on the device already; they are copied there, so that nothing waits for it.
-        for name, piece in adapter.items():
-            for c in _columns(name):
-                self.pointers.scale[adapter_slot, :, c].copy_(piece.scale)
-        self._owned[adapter_slot] = dict(adapter)
+        self._owned[adapter_slot] = dict(rows.adapter)
 
     def raise_max_lora_rank(self, max_lora_rank: int) -> None:
         """Accept ranks up to this from now on.
@@ -142,7 +191,7 @@ class AdapterTable:
 
     def _check_piece(self, name: str, piece: ProjectionSlice) -> None:
         in_size, out_size = self._dims(name)
-        total = int(piece.lora_rank.sum())
+        total = int(piece.lora_rank.numpy().sum())
         if piece.lora_rank.shape != (self.num_experts,) or piece.scale.shape != (self.num_experts,):
             raise ValueError(f"{name}: lora_rank and scale must have {self.num_experts} entries, one per local expert")
         if tuple(piece.a.shape) != (total, in_size) or piece.b.numel() != out_size * total:
@@ -156,19 +205,17 @@ class AdapterTable:
             raise ValueError(f"{name}: A and B must be contiguous")
         if piece.a.data_ptr() % 16 or piece.b.data_ptr() % 16:
             raise ValueError(f"{name}: A and B must start at 16-byte aligned addresses")
-        if total and int(piece.lora_rank.max()) > self.max_lora_rank:
-            raise ValueError(f"{name}: lora rank {int(piece.lora_rank.max())} is over the table's {self.max_lora_rank}")
 
     def _fill(self, rows: TablePointers, name: str, piece: ProjectionSlice) -> None:
         in_size, out_size = self._dims(name)
-        ranks = piece.lora_rank.to(torch.int64)
-        first = torch.cumsum(ranks, 0) - ranks
+        ranks = piece.lora_rank.numpy().astype("int64")
+        first = ranks.cumsum() - ranks
         size = piece.a.element_size()
         a_address = piece.a.data_ptr() + first * in_size * size
         b_address = piece.b.data_ptr() + first * out_size * size
         # The up half of a shared pair starts F rows of B later or, where the model interleaves them, one row later.
         up_rows = 1 if self.interleaved else self.intermediate_size
         for i, c in enumerate(_columns(name)):
-            rows.lora_rank[:, c] = piece.lora_rank
-            rows.a_address[:, c] = a_address
-            rows.b_address[:, c] = b_address + i * up_rows * ranks * size
+            rows.lora_rank.numpy()[:, c] = ranks
+            rows.a_address.numpy()[:, c] = a_address
+            rows.b_address.numpy()[:, c] = b_address + i * up_rows * ranks * size

@@ -85,19 +85,33 @@ class DenseTable:
         The table keeps the pairs alive until clear_slot or the next set_slot. Raises ValueError for a slot, module,
         shape, dtype or rank that does not fit, before anything changes.
         """
-        self._check_slot(adapter_slot)
-        rows = DensePointers(*(torch.zeros(t.shape[1], dtype=t.dtype) for t in self.pointers))
+        self.set_rows(adapter_slot, pairs, self.rows_of(pairs))
+
+    def rows_of(self, pairs: Mapping[str, Pair]) -> DensePointers:
+        """What the table is to hold of an adapter, [modules] each, on the device once the current stream gets there.
+
+        Any thread. Raises ValueError as set_slot does.
+        """
+        size = len(self.modules)
+        lora_rank, a_address, b_address, scale = [0] * size, [0] * size, [0] * size, [0.0] * size
         for module, pair in pairs.items():
             column = self.index(module)
             self._check_pair(module, pair)
-            rows.lora_rank[column] = pair.a.shape[0]
-            rows.a_address[column] = pair.a.data_ptr()
-            rows.b_address[column] = pair.b.data_ptr()
-            rows.scale[column] = pair.scale
-        for target, row in zip(self.pointers, rows, strict=True):
+            lora_rank[column], scale[column] = pair.a.shape[0], pair.scale
+            a_address[column], b_address[column] = pair.a.data_ptr(), pair.b.data_ptr()
+        values = (lora_rank, a_address, b_address, scale)
+        rows = [torch.tensor(value, dtype=own.dtype) for value, own in zip(values, self.pointers, strict=True)]
+        device = self.pointers.scale.device
+        if device.type == "cuda":
             # Pinned, or the copy would wait for the device; the allocator keeps the row until the copy is done.
-            source = row.pin_memory() if target.is_cuda else row
-            target[adapter_slot].copy_(source, non_blocking=True)
+            rows = [row.pin_memory().to(device, non_blocking=True) for row in rows]
+        return DensePointers(*rows)
+
+    def set_rows(self, adapter_slot: int, pairs: Mapping[str, Pair], rows: DensePointers) -> None:
+        """The same as set_slot with what `rows_of` made of the pairs."""
+        self._check_slot(adapter_slot)
+        for target, row in zip(self.pointers, rows, strict=True):
+            target[adapter_slot].copy_(row)
         self._owned[adapter_slot] = dict(pairs)
 
     def clear_slot(self, adapter_slot: int) -> None:
