@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -32,12 +33,22 @@ _SERVICE = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_
 _EXIT_GROUP_LOST = 70
 _EXIT_CANNOT_START = 78
 _FLUSH_SECONDS = 0.3
+_SWITCH_SECONDS = 0.0005
+"""Another thread's Python holds the step thread up by so much at most each time it comes back from the device."""
 _RETRY_MAY_HELP = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED)
 
 
 def _set_threads(settings: WorkerSettings) -> None:
     threads = settings.torch_threads or max(1, (os.cpu_count() or 1) // settings.num_ranks)
     torch.set_num_threads(threads)
+
+
+def _spare_the_steps() -> None:
+    """Keeps the interpreter from holding steps up, once everything that stays has been made."""
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    # To look for cycles among the objects of a model and its libraries takes 50 ms and more, in whatever thread.
+    gc.collect()
+    gc.freeze()
 
 
 def _end_on_signal() -> None:
@@ -87,6 +98,7 @@ async def _serve(settings: WorkerSettings) -> None:
         service_names=[_SERVICE],
         max_message_bytes=settings.max_message_bytes,
     )
+    _spare_the_steps()
     await server.set_serving(["", _SERVICE], True)
     log.info("ready", address=address, device=group.device_name, experts_bytes=worker.runner.memory().base_expert_bytes)
     await lost.wait()

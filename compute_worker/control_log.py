@@ -208,7 +208,20 @@ class ControlLog:
             self._last_known = announced.number
             if self._unannounced and self._unannounced[0].number == announced.number:
                 self._unannounced.pop(0)
+        if len(acknowledged) == 1:
+            self._advance_alone(step)
         return bool(self._outstanding() or self._applied)
+
+    def _advance_alone(self, step: int) -> None:
+        """A group of one rank agrees with itself: what was announced at this step need not wait for the next two.
+
+        A move does: this step's plan was made before it.
+        """
+        while self._pending and self._pending[0].operation is not Operation.PLACE and self._ready(self._pending[0]):
+            self._apply(self._pending.pop(0), step)
+        for future, applied in self._applied:
+            future.set_result(applied)
+        self._applied.clear()
 
     def fail_all(self, error: EpiloraError) -> None:
         """Ends all waits, when the loop ends."""

@@ -86,6 +86,41 @@ def test_an_activation_is_announced_then_applied_by_all_at_one_step() -> None:
     assert [rank.log.slot_of(5) for rank in group.ranks] == [0, 0, 0]
 
 
+def test_a_group_of_one_rank_applies_what_it_announces_at_the_same_step() -> None:
+    group = Ranks(num_ranks=1)
+    group.stage(5)
+    future = group.activate(5)
+    group.turn()
+    assert future.result(0) == Applied(adapter_slot=0, step=1)
+    (rank,) = group.ranks
+    rank.used.add(5)
+    retired = group.retire(5)
+    for _ in range(3):
+        group.turn()
+    assert not retired.done(), "a request uses it"
+    rank.used.clear()
+    group.turn()
+    assert retired.done()
+    assert rank.events == [("activate", 5, 0, 1), ("retire", 5, group.step)]
+    refused = group.activate(6)
+    group.turn()
+    group.turn()
+    with pytest.raises(EpiloraError, match="not staged"):
+        refused.result(0)
+
+
+def test_one_rank_moves_only_after_the_step_that_announced_it() -> None:
+    group = Ranks(num_ranks=1)
+    (rank,) = group.ranks
+    rank.prepared.add(7)
+    future: Future[Applied] = Future()
+    group.leader.submit_place(7, future)
+    group.turn()
+    assert rank.events == []
+    group.turn()
+    assert rank.events == [("place", 7, 2)]
+
+
 def test_an_activation_that_one_rank_has_not_staged_is_dropped_by_all() -> None:
     group = Ranks()
     group.ranks[0].staged.add(5)
