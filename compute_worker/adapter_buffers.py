@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,10 +19,27 @@ from compute_worker.slice_reader import AdapterSlice, DenseSlice, ExpertSlice, S
 from epilora.errors import InvalidArgumentError
 from epilora.model_spec import GateUpLayout
 
+if TYPE_CHECKING:
+    from compute_worker.kernels.adapter_table import TableRows
+    from compute_worker.kernels.dense_lora import DensePointers
+
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 """(elements, dtype) -> flat tensor on the device."""
 
 _FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterRows:
+    """Rows of the kernels' tables, on the device: of experts by layer, and of dense modules."""
+
+    experts: Mapping[int, TableRows]
+    dense: DensePointers | None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """One of each storage at least."""
+        rows = [row.pointers for row in self.experts.values()]
+        return [tensor for pointers in (*rows, *([self.dense] if self.dense else [])) for tensor in pointers]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,11 +50,13 @@ class AdapterTensors:
         layers: pairs of the local experts, by layer.
         dense: pairs of dense modules, and what replaces their weights, by path.
         buffers: the storages all of them are views of.
+        rows: what the kernels' tables will hold of it; None: they make it when they are told of the adapter.
     """
 
     layers: Mapping[int, LayerPairs]
     dense: Mapping[str, DensePair | DenseWeight]
     buffers: tuple[torch.Tensor, ...]
+    rows: AdapterRows | None = None
 
     @property
     def is_plain(self) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
@@ -19,6 +21,7 @@ from compute_worker.adapter_buffers import (
 )
 from compute_worker.dora import WeightSource
 from compute_worker.expert_shard import ExpertShard
+from compute_worker.registered_slices import RegisteredSlices
 from compute_worker.slice_reader import AdapterSlice, views_of
 from compute_worker.slice_upload import SliceUploader, image_bytes
 from epilora.model_spec import GateUpLayout
@@ -40,6 +43,7 @@ class AdapterCopier:
         shard: part of each local expert that this rank holds.
         layouts: of gate and up, by layer.
         uploader: brings files to the device; None on a CPU, where the mapped file is copied from.
+        registered: files that can be copied without being read; None: there are none.
     """
 
     dtype: torch.dtype | None
@@ -49,6 +53,7 @@ class AdapterCopier:
     shard: ExpertShard
     layouts: Mapping[int, GateUpLayout]
     uploader: SliceUploader | None
+    registered: RegisteredSlices | None = None
 
     def plan(self, source: AdapterSlice, path: Path) -> AdapterPlan:
         """What an adapter will take; nothing is allocated."""
@@ -63,12 +68,18 @@ class AdapterCopier:
         return replace(plan, expert_bytes=image_bytes(path) - plan.dense_bytes)
 
     @torch.inference_mode()
-    def copy(self, plan: AdapterPlan, path: Path) -> AdapterTensors:
+    def copy(
+        self, plan: AdapterPlan, path: Path, prepare: Callable[[AdapterTensors], AdapterTensors]
+    ) -> AdapterTensors:
         """Copies a slice.
 
         Args:
             plan: of `plan`.
             path: the slice file.
+            prepare: adds to the adapter; while the device copies, and on the stream of that.
+
+        Returns:
+            The adapter, on the device when this returns.
 
         Raises:
             InvalidArgumentError: reason UNSUPPORTED_ADAPTER; a bias for a module that adds none.
@@ -76,17 +87,35 @@ class AdapterCopier:
         """
         if self.uploader is None:
             source = shard_slice(plan.source, self.shard, self.layouts)
-            return fill_adapter(replace(plan, source=source), allocate_private, self.base)
-        with open_slice(path) as stream:
-            image = self.uploader.upload(stream)
-        with self.uploader.on_stream():
+            return prepare(fill_adapter(replace(plan, source=source), allocate_private, self.base))
+        with open_slice(path) as stream, self._image_of(stream, self.uploader) as image, self.uploader.on_stream():
             source = views_of(plan.source, image)
             if plan.is_as_stored:
-                return keep_as_stored(source, image)
-            source = shard_slice(source, self.shard, self.layouts)
-            tensors = fill_adapter(replace(plan, source=source), self._allocate, self.base)
-        self.uploader.synchronize()
+                tensors = keep_as_stored(source, image)
+            else:
+                source = shard_slice(source, self.shard, self.layouts)
+                tensors = fill_adapter(replace(plan, source=source), self._allocate, self.base)
+            tensors = prepare(tensors)
+            self.uploader.synchronize()
         return tensors
+
+    @contextmanager
+    def _image_of(self, stream: BinaryIO, uploader: SliceUploader) -> Iterator[torch.Tensor]:
+        """The file's bytes, on the device once its stream gets there; when the block ends, it has."""
+        if self.registered is None:
+            yield uploader.upload(stream)
+            return
+        with self.registered.borrow(stream) as chunks:
+            if chunks is not None:
+                try:
+                    yield uploader.copy(chunks)
+                finally:
+                    # Whatever failed in the block, the pages are read no more.
+                    uploader.synchronize()
+                return
+        image = uploader.upload(stream)
+        self.registered.keep(stream)
+        yield image
 
     def _allocate(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(count, dtype=dtype, device=self.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,8 @@ from compute_worker.adapter_checks import check_backend, check_finite
 from compute_worker.adapter_copy import AdapterCopier
 from compute_worker.dora import WeightSource
 from compute_worker.expert_shard import WHOLE, ExpertShard
+from compute_worker.registered_slices import RegisteredSlices
+from compute_worker.slice_memo import SliceMemo
 from compute_worker.slice_reader import read_slice
 from compute_worker.slice_upload import SliceUploader
 from epilora.errors import (
@@ -103,6 +105,8 @@ class AdapterPool:
         shard: part of each local expert that this rank holds.
         has_expert_gains: the backend computes DoRA of experts.
         uploader: brings slice files to the device; None on a CPU.
+        registered: slice files that stay registered with the device; None: none do.
+        prepare: adds to an adapter that is being copied what the listeners will need of it; on the copy's stream.
     """
 
     def __init__(
@@ -120,6 +124,8 @@ class AdapterPool:
         shard: ExpertShard = WHOLE,
         has_expert_gains: bool = True,
         uploader: SliceUploader | None = None,
+        registered: RegisteredSlices | None = None,
+        prepare: Callable[[AdapterTensors], AdapterTensors] | None = None,
     ) -> None:
         self._load_spec = load_spec
         self._dense_modules = {spec.module: spec for spec in model.dense_modules}
@@ -133,10 +139,14 @@ class AdapterPool:
             shard=shard,
             layouts={moe.layer: moe.gate_up_layout for moe in model.moe_layers},
             uploader=uploader,
+            registered=registered,
         )
+        self._prepare = prepare or _as_is
         self._listeners = tuple(listeners)
         self._max_lora_rank = max_lora_rank
         self._has_expert_gains = has_expert_gains
+        # Where the bytes come over as they are, what was in them is known.
+        self._read = read_slice if uploader is None else SliceMemo().read
         self._stage_lock = threading.Lock()
         self._lock = threading.Lock()
         self._entries: dict[int, _Entry] = {}
@@ -159,13 +169,14 @@ class AdapterPool:
             InternalError: the file is broken.
         """
         with self._staging():
+            start = time.perf_counter()
             with self._lock:
                 move, load_spec, entries = self._target(placement_id)
                 if generation in entries:
                     return _bytes_of(entries[generation])
                 if move is not None and generation not in self._entries:
                     raise _not_resident(name, generation)
-            source = read_slice(path, placement_id=placement_id, load_spec=load_spec, dense_modules=self._dense_modules)
+            source = self._read(path, placement_id=placement_id, load_spec=load_spec, dense_modules=self._dense_modules)
             check_backend(
                 name,
                 source,
@@ -175,9 +186,9 @@ class AdapterPool:
             )
             plan = self._copier.plan(source, path)
             self._check_room(name, plan.num_bytes, entries)
-            start = time.perf_counter()
-            tensors = self._copier.copy(plan, path)
-            copy_seconds = time.perf_counter() - start
+            planned = time.perf_counter()
+            tensors = self._copier.copy(plan, path, self._prepare if move is None else _as_is)
+            copied = time.perf_counter()
             largest = torch.finfo(plan.dtype).max
             matrices = [*(part.a for part in source.experts), *(part.a for part in source.dense)]
             if any(torch.finfo(matrix.dtype).max > largest for matrix in matrices):
@@ -207,7 +218,8 @@ class AdapterPool:
                 generation=generation,
                 bytes=_bytes_of(entry),
                 as_stored=plan.is_as_stored,
-                copy_seconds=round(copy_seconds, 4),
+                plan_seconds=round(planned - start, 4),
+                copy_seconds=round(copied - planned, 4),
             )
             return _bytes_of(entry)
 
@@ -365,9 +377,14 @@ class AdapterPool:
     def _release(self, entry: _Entry) -> None:
         """Lets the memory go once the work queued on the device now has read it."""
         if self._device.type == "cuda":
-            for buffer in entry.tensors.buffers:
-                buffer.record_stream(torch.cuda.current_stream(self._device))
+            rows = entry.tensors.rows
+            for tensor in (*entry.tensors.buffers, *(rows.tensors() if rows is not None else ())):
+                tensor.record_stream(torch.cuda.current_stream(self._device))
         _log.info("adapter freed", adapter=entry.resident.name, generation=entry.resident.generation)
+
+
+def _as_is(adapter: AdapterTensors) -> AdapterTensors:
+    return adapter
 
 
 def _not_resident(name: str, generation: int) -> FailedPreconditionError:

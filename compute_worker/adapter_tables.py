@@ -8,18 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 import torch
 
-from compute_worker.adapter_buffers import AdapterTensors
+from compute_worker.adapter_buffers import AdapterRows, AdapterTensors
 from compute_worker.dense_lora import DensePair, DenseTokens
 from compute_worker.expert_layer import ExpertLayer
+from compute_worker.experts_base import LayerPairs
 from compute_worker.model_probe import ModelProbe
 from compute_worker.step_context import group_by_slot
 
 if TYPE_CHECKING:
     from compute_worker.experts_triton import TritonLayerExperts
+    from compute_worker.kernels.adapter_table import TableRows
+    from compute_worker.kernels.dense_lora import DensePointers
 
 
 def tokens_apart(
@@ -39,6 +43,44 @@ def tokens_apart(
     ]
 
 
+class RowsAhead:
+    """Makes the rows of the kernels' tables when an adapter is staged, so that its activation takes a few launches.
+
+    Args:
+        layers: by number.
+        rowwise: of the dense modules; None without.
+        device: of the tables.
+    """
+
+    def __init__(
+        self, layers: Mapping[int, ExpertLayer], rowwise: RowwiseAdapters | None, device: torch.device
+    ) -> None:
+        self._layers = layers
+        self._rowwise = rowwise
+        self._device = device
+
+    @torch.inference_mode()
+    def __call__(self, adapter: AdapterTensors) -> AdapterTensors:
+        """The adapter with its rows, on the device once the current stream gets there. Any thread."""
+        from compute_worker.kernels.adapter_table import place_rows
+
+        rows = {number: self._rows_of(number, pairs) for number, pairs in adapter.layers.items()}
+        found = {number: row for number, row in rows.items() if row is not None}
+        placed = place_rows(list(found.values()), self._device) if found else []
+        dense = self._rowwise.rows_of(adapter) if self._rowwise is not None else None
+        return replace(adapter, rows=AdapterRows(experts=dict(zip(found, placed, strict=True)), dense=dense))
+
+    def _rows_of(self, number: int, pairs: LayerPairs) -> TableRows | None:
+        from compute_worker.experts_triton import TritonLayerExperts
+
+        experts = self._layers[number].experts
+        if not isinstance(experts, TritonLayerExperts):
+            return None
+        num_experts = {len(pair.lora_rank) for pair in pairs.values()}
+        # Experts that move at this moment: the step thread makes the rows, or the stage finds its placement gone.
+        return experts.rows_of(pairs) if num_experts == {experts.num_experts} else None
+
+
 class ExpertAdapters:
     """Hands each layer its pairs of an adapter. A listener of AdapterPool.
 
@@ -51,14 +93,22 @@ class ExpertAdapters:
 
     def set_adapter(self, adapter_slot: int, adapter: AdapterTensors) -> None:
         """See AdapterListener."""
+        rows = adapter.rows.experts if adapter.rows is not None else {}
         for number, layer in self._layers.items():
-            if number in adapter.layers:
+            if number in rows:
+                # Only the Triton backend makes rows.
+                cast("TritonLayerExperts", layer.experts).set_rows(adapter_slot, rows[number])
+            elif number in adapter.layers:
                 layer.experts.set_adapter(adapter_slot, adapter.layers[number])
 
     def clear_adapter(self, adapter_slot: int) -> None:
         """See AdapterListener."""
         for layer in self._layers.values():
             layer.experts.clear_adapter(adapter_slot)
+
+
+def _pairs_of(adapter: AdapterTensors) -> dict[str, DensePair]:
+    return {module: pair for module, pair in adapter.dense.items() if isinstance(pair, DensePair)}
 
 
 class RowwiseAdapters:
@@ -88,9 +138,14 @@ class RowwiseAdapters:
     def set_adapter(self, adapter_slot: int, adapter: AdapterTensors) -> None:
         """See AdapterListener."""
         if adapter.is_plain:
-            pairs = {module: pair for module, pair in adapter.dense.items() if isinstance(pair, DensePair)}
-            self._table.set_slot(adapter_slot, pairs)
+            pairs = _pairs_of(adapter)
+            rows = adapter.rows.dense if adapter.rows is not None else None
+            self._table.set_rows(adapter_slot, pairs, self._table.rows_of(pairs) if rows is None else rows)
             self.touched |= frozenset(pairs)
+
+    def rows_of(self, adapter: AdapterTensors) -> DensePointers | None:
+        """What the table will hold of an adapter; None for one that it does not take. Any thread."""
+        return self._table.rows_of(_pairs_of(adapter)) if adapter.is_plain else None
 
     def clear_adapter(self, adapter_slot: int) -> None:
         """See AdapterListener."""

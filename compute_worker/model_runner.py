@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from compute_worker.adapter_pool import AdapterListener, AdapterPool
-from compute_worker.adapter_tables import ExpertAdapters, LaunchKey, RowwiseAdapters, tokens_apart
+from compute_worker.adapter_tables import ExpertAdapters, LaunchKey, RowsAhead, RowwiseAdapters, tokens_apart
 from compute_worker.base_weights import BaseWeights
 from compute_worker.checkpoint import load_model
 from compute_worker.decode_step import DecodeSteps, FixedInputs
@@ -37,6 +37,7 @@ from compute_worker.runner_parts import (
     compute_exactly,
     make_experts,
     make_kv_cache,
+    make_registered,
     make_state_cache,
     max_adapter_bytes,
     rank_multiple_of,
@@ -128,6 +129,7 @@ class ModelRunner:
         )
         self._launch_key = self._make_launch_key(settings, probe, backend)
         adapter_bytes = max_adapter_bytes(settings, group.device)
+        self._registered = make_registered(settings, group.device)
         self.pool = self._make_pool(settings, placed, shard, backend, adapter_bytes)
         self.mover = PlacementMover(
             model=model,
@@ -159,8 +161,10 @@ class ModelRunner:
             ExpertAdapters(self._layers),
             LoadOfAdapters(lambda: self.placed.expert_load),
         ]
+        rowwise = None
         if self._launch_key is not None:
-            listeners += [self._launch_key.rowwise, self._launch_key]
+            rowwise = self._launch_key.rowwise
+            listeners += [rowwise, self._launch_key]
         return AdapterPool(
             model=dataclasses.replace(self._spec, dense_modules=self.dense_modules),
             load_spec=placed.load_spec,
@@ -174,6 +178,8 @@ class ModelRunner:
             max_lora_rank=MAX_KERNEL_RANK if backend == "triton" else 0,
             has_expert_gains=backend != "triton",
             uploader=SliceUploader(self._device) if self._device.type == "cuda" else None,
+            registered=self._registered,
+            prepare=RowsAhead(self._layers, rowwise, self._device) if backend == "triton" else None,
         )
 
     def _make_launch_key(self, settings: WorkerSettings, probe: ModelProbe, backend: str) -> LaunchKey | None:
@@ -336,6 +342,7 @@ class ModelRunner:
     def memory(self) -> MemoryReport:
         """Bytes in use now."""
         is_gpu = self._device.type == "cuda"
+        registered = self._registered.state() if self._registered is not None else None
         free, total = torch.cuda.mem_get_info(self._device) if is_gpu else (0, 0)
         return MemoryReport(
             base_expert_bytes=self.mover.num_bytes(),
@@ -347,6 +354,8 @@ class ModelRunner:
             base_expert_growth_bytes=self._loaded.base_expert_growth_bytes,
             device_free_bytes=free,
             device_total_bytes=total,
+            pinned_cache_bytes=registered.num_bytes if registered is not None else 0,
+            num_pin_failures=registered.num_failures if registered is not None else 0,
             device_allocated_bytes=torch.cuda.memory_allocated(self._device) if is_gpu else 0,
         )
 

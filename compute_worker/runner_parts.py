@@ -25,6 +25,7 @@ from compute_worker.experts_modules import ExpertsTraits, gated_by_silu
 from compute_worker.experts_torch import TorchLayerExperts
 from compute_worker.kv_cache import KVCache, KVShape
 from compute_worker.paged_attention import paged_attention
+from compute_worker.registered_slices import CudaRegistrar, RegisteredSlices
 from compute_worker.state_cache import StateCache, StateShape
 from compute_worker.step_context import CurrentStep
 from epilora.errors import InvalidArgumentError
@@ -48,6 +49,13 @@ def register_functions() -> None:
     """Makes our attention and experts known to transformers, under the names that models are built with."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_IMPLEMENTATION, paged_attention)
     ALL_EXPERTS_FUNCTIONS.register(EXPERTS_IMPLEMENTATION, experts_function)
+
+
+def make_registered(settings: WorkerSettings, device: torch.device) -> RegisteredSlices | None:
+    """Keeps slice files of the cache registered with a GPU; None where that is turned off, or on a CPU."""
+    if device.type != "cuda" or not settings.pinned_cache_bytes:
+        return None
+    return RegisteredSlices(CudaRegistrar(device), max_bytes=settings.pinned_cache_bytes)
 
 
 def compute_exactly() -> None:

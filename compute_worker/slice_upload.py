@@ -1,13 +1,14 @@
 """Slice files to the memory of a device: read by several threads into pinned memory, and copied from there.
 
-Each thread has two buffers and takes the file's chunks in turn: it reads one while the other is on its way to the
-device, on a stream beside the running step. Python does nothing in between that takes longer than a few microseconds.
+That is for a file's first load; pages that are registered with the device are copied from as they are. Each thread
+has two buffers and takes the file's chunks in turn: it reads one while the other is on its way to the device, on a
+stream beside the running step. Python does nothing in between that takes longer than a few microseconds.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
@@ -60,6 +61,23 @@ class SliceUploader:
         self.synchronize()
         for call in calls:
             call.result()
+        return image
+
+    @torch.inference_mode()
+    def copy(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The same from registered pages, which the device fetches by itself: they are read until `synchronize`.
+
+        Args:
+            chunks: uint8, the file's bytes in order; each is one copy.
+        """
+        with self.on_stream():
+            image = torch.empty(
+                _rounded_up(sum(chunk.numel() for chunk in chunks)), dtype=torch.uint8, device=self._device
+            )
+            start = 0
+            for chunk in chunks:
+                image[start : start + chunk.numel()].copy_(chunk, non_blocking=True)
+                start += chunk.numel()
         return image
 
     @torch.inference_mode()

@@ -31,7 +31,7 @@ class StepBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryReport:
-    """Memory of this rank, bytes; the fields are those of RankMemory in cluster_service.proto."""
+    """Memory of this rank, bytes (num_pin_failures: files); fields as of RankMemory in cluster_service.proto."""
 
     base_expert_bytes: int
     base_dense_bytes: int
@@ -43,6 +43,8 @@ class MemoryReport:
     device_free_bytes: int
     device_total_bytes: int
     device_allocated_bytes: int
+    pinned_cache_bytes: int
+    num_pin_failures: int
 
 
 def is_decode(batch: StepBatch) -> bool:

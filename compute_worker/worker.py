@@ -167,6 +167,8 @@ class Worker:
             device_free_bytes=report.device_free_bytes,
             device_total_bytes=report.device_total_bytes,
             device_allocated_bytes=report.device_allocated_bytes,
+            pinned_cache_bytes=report.pinned_cache_bytes,
+            num_pin_failures=report.num_pin_failures,
             adapters=[
                 cluster_service_pb2.ResidentAdapter(
                     name=resident.name,

@@ -91,6 +91,9 @@ class WorkerSettings(CommonSettings):
     """Bytes that adapters may take on this rank; 0: 1/8 of the device's memory (GPU), or 4 GiB (CPU)."""
     adapter_dtype: Literal["model", "file"] = "model"
     """Element type of adapters in memory: the model's, or that of the adapter's file (twice the bytes for float32)."""
+    pinned_cache_bytes: int = Field(default=8 << 30, ge=0)
+    """Bytes of slice files in the cache that this rank keeps registered with its GPU, for later loads of them; such
+    memory is not swapped out. 0: none, and each load copies through buffers (docs/slices.md)."""
     kv_cache_bytes: int = Field(default=0, ge=0)
     """Bytes of the key/value cache; 0: 70 % of what is free after loading (GPU), or 256 MiB (CPU)."""
     state_cache_bytes: int = Field(default=0, ge=0)

@@ -116,6 +116,8 @@ class StateCollector(Collector):
         yield _by_rank("epilora_requests_running", "Requests being generated.", self._group, _running)
         yield _by_rank("epilora_requests_queued", "Requests that wait on the rank.", self._group, _queued)
         yield _by_rank("epilora_rank_adapter_bytes", "Bytes of resident adapters.", self._group, _adapter_bytes)
+        yield _by_rank("epilora_rank_pinned_cache_bytes", "Bytes of registered slices.", self._group, _pinned_bytes)
+        yield _by_rank("epilora_rank_pin_failures", "Slices that could not be registered.", self._group, _pin_failures)
         restarts = CounterMetricFamily("epilora_group_restarts", "Times the group came back as a new incarnation.")
         restarts.add_metric([], self._group.num_restarts)
         yield restarts
@@ -225,6 +227,14 @@ def _running(rank: Rank) -> int:
 
 def _queued(rank: Rank) -> int:
     return rank.info.rank.num_queued_requests if rank.info is not None and not rank.problem else 0
+
+
+def _pinned_bytes(rank: Rank) -> int:
+    return rank.info.memory.pinned_cache_bytes if rank.info is not None and not rank.problem else 0
+
+
+def _pin_failures(rank: Rank) -> int:
+    return rank.info.memory.num_pin_failures if rank.info is not None and not rank.problem else 0
 
 
 def _adapter_bytes(rank: Rank) -> int:

@@ -194,7 +194,7 @@ class GetMemoryResponse(_message.Message):
     def __init__(self, ranks: _Optional[_Iterable[_Union[RankMemory, _Mapping]]] = ...) -> None: ...
 
 class RankMemory(_message.Message):
-    __slots__ = ("ep_rank", "base_expert_bytes", "base_dense_bytes", "kv_cache_bytes", "adapter_bytes", "process_anon_bytes", "base_expert_growth_bytes", "device_free_bytes", "device_total_bytes", "adapters", "device_allocated_bytes", "state_cache_bytes")
+    __slots__ = ("ep_rank", "base_expert_bytes", "base_dense_bytes", "kv_cache_bytes", "adapter_bytes", "process_anon_bytes", "base_expert_growth_bytes", "device_free_bytes", "device_total_bytes", "adapters", "device_allocated_bytes", "state_cache_bytes", "pinned_cache_bytes", "num_pin_failures")
     EP_RANK_FIELD_NUMBER: _ClassVar[int]
     BASE_EXPERT_BYTES_FIELD_NUMBER: _ClassVar[int]
     BASE_DENSE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -207,6 +207,8 @@ class RankMemory(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_ALLOCATED_BYTES_FIELD_NUMBER: _ClassVar[int]
     STATE_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PIN_FAILURES_FIELD_NUMBER: _ClassVar[int]
     ep_rank: int
     base_expert_bytes: int
     base_dense_bytes: int
@@ -219,7 +221,9 @@ class RankMemory(_message.Message):
     adapters: _containers.RepeatedCompositeFieldContainer[ResidentAdapter]
     device_allocated_bytes: int
     state_cache_bytes: int
-    def __init__(self, ep_rank: _Optional[int] = ..., base_expert_bytes: _Optional[int] = ..., base_dense_bytes: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., adapter_bytes: _Optional[int] = ..., process_anon_bytes: _Optional[int] = ..., base_expert_growth_bytes: _Optional[int] = ..., device_free_bytes: _Optional[int] = ..., device_total_bytes: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., device_allocated_bytes: _Optional[int] = ..., state_cache_bytes: _Optional[int] = ...) -> None: ...
+    pinned_cache_bytes: int
+    num_pin_failures: int
+    def __init__(self, ep_rank: _Optional[int] = ..., base_expert_bytes: _Optional[int] = ..., base_dense_bytes: _Optional[int] = ..., kv_cache_bytes: _Optional[int] = ..., adapter_bytes: _Optional[int] = ..., process_anon_bytes: _Optional[int] = ..., base_expert_growth_bytes: _Optional[int] = ..., device_free_bytes: _Optional[int] = ..., device_total_bytes: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[ResidentAdapter, _Mapping]]] = ..., device_allocated_bytes: _Optional[int] = ..., state_cache_bytes: _Optional[int] = ..., pinned_cache_bytes: _Optional[int] = ..., num_pin_failures: _Optional[int] = ...) -> None: ...
 
 class ResidentAdapter(_message.Message):
     __slots__ = ("name", "generation", "adapter_slot", "expert_bytes", "dense_bytes")

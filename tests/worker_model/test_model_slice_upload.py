@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from compute_worker.adapter_buffers import AdapterTensors
 from compute_worker.adapter_pool import AdapterPool
 from compute_worker.dense_lora import DensePair
 from compute_worker.expert_shard import ExpertShard
+from compute_worker.registered_slices import RegisteredSlices
 from compute_worker.slice_upload import SliceUploader, image_bytes
-from epilora.errors import InternalError, ResourceExhaustedError
+from epilora.errors import InternalError, ResourceExhaustedError, StalePlacementError, UnavailableError
 from epilora.load_spec import MoEEPLoadSpec
 from epilora.model_spec import ModelSpec
 from epilora.placement import ExpertPlacement
@@ -123,6 +125,60 @@ def test_the_same_adapter_either_way(
         assert dense.scale == other_dense.scale
         torch.testing.assert_close(dense.a, other_dense.a, rtol=0, atol=0)
         torch.testing.assert_close(dense.b, other_dense.b, rtol=0, atol=0)
+
+
+class AnyPages:
+    """A device that needs no registering: the CPU."""
+
+    def enter_thread(self) -> None:
+        pass
+
+    def register(self, pages: torch.Tensor) -> int:
+        return 0
+
+    def unregister(self, pages: torch.Tensor) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["as-stored", "cast"])
+def test_later_loads_of_a_file(spec: ModelSpec, load_spec: MoEEPLoadSpec, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Read once, then copied from the pages that are kept; what it is checked against is checked each time."""
+    path = write_slice(tmp_path / "slice", random_adapter(spec, 1, rank_of={"gate_up": 3, "down": 2}), load_spec)
+    registered = RegisteredSlices(AnyPages(), max_bytes=1 << 30, chunk_bytes=4096)
+    uploader = SliceUploader(CPU, chunk_bytes=4096, num_threads=1)
+    prepared: list[AdapterTensors] = []
+    pool = AdapterPool(
+        model=spec,
+        load_spec=load_spec,
+        dtype=dtype,
+        device=CPU,
+        max_bytes=1 << 30,
+        base=NoWeights(),
+        rank_multiple=0,
+        uploader=uploader,
+        registered=registered,
+        prepare=lambda adapter: prepared.append(adapter) or adapter,  # type: ignore[func-returns-value]
+    )
+    uploads: list[object] = []
+    upload = uploader.upload
+    uploader.upload = lambda stream: uploads.append(stream) or upload(stream)  # type: ignore[method-assign, func-returns-value]
+    for generation in (1, 2, 3):
+        pool.stage(name="a", generation=generation, path=path, placement_id=load_spec.placement_id)
+        deadline = time.monotonic() + 10
+        while registered.state().num_files == 0:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    assert len(uploads) == 1
+    first, second, third = ([buffer.clone() for buffer in adapter.buffers] for adapter in prepared)
+    for other in (second, third):
+        for mine, its in zip(first, other, strict=True):
+            assert torch.equal(mine.view(torch.uint8), its.view(torch.uint8))
+    with pytest.raises(StalePlacementError):
+        pool.stage(name="a", generation=4, path=path, placement_id="another")
+    path.unlink()
+    with pytest.raises(UnavailableError, match="is gone"):
+        pool.stage(name="a", generation=4, path=path, placement_id=load_spec.placement_id)
+    registered.close()
 
 
 def test_room_is_checked_before_anything_is_copied(spec: ModelSpec, load_spec: MoEEPLoadSpec, tmp_path: Path) -> None:
