@@ -7,7 +7,8 @@ The slice is what one rank of 8 needs of an adapter with the shapes of Qwen3-30B
     registered    from the mapped file, registered with CUDA before; and the time to register and unregister it
     register x N  chunk after chunk: N threads register the next ones while one is copied
     upload x N    N threads read chunks into pinned buffers, which are copied from (compute_worker/slice_upload.py)
-    stage         `AdapterPool.stage` as the worker calls it
+    kept          from a file that the worker keeps registered (compute_worker/registered_slices.py), opening included
+    stage         `AdapterPool.stage` as the worker calls it for a file's first load, and for later ones ("stage again")
 
 Decode steps are stood in for by a CUDA graph that reads 13 GB of weights, through 96 products, and is waited for each
 time.
@@ -37,11 +38,13 @@ import torch
 
 from benchmarks.loader import make_request, shared_directory, write_inputs
 from compute_worker.adapter_pool import AdapterPool
+from compute_worker.registered_slices import CudaRegistrar, RegisteredSlices
 from compute_worker.slice_upload import CHUNK_BYTES, SliceUploader
 from epilora.load_spec import MoEEPLoadSpec
 from epilora.model_spec import ModelSpec
 from epilora.placement import ExpertPlacement
 from epilora.settings import LoaderSettings
+from epilora.slices import open_slice
 from epilora.v1 import loader_service_pb2
 from loader_service.build import AdapterBuilder
 from loader_service.cache import SliceCache
@@ -200,6 +203,16 @@ class Steps:
         return times
 
 
+def keep(kept: RegisteredSlices, path: Path) -> None:
+    """Has a file registered, and waits for that."""
+    with open_slice(path) as stream:
+        kept.keep(stream)
+    deadline = time.monotonic() + 30
+    while kept.state().num_files == 0:
+        assert time.monotonic() < deadline, "registered in time"
+        time.sleep(0.005)
+
+
 def median_seconds(work: Callable[[], object], repeats: int) -> float:
     """Of a call that waits for the device itself; the first one is not counted."""
     times = []
@@ -255,20 +268,35 @@ def measure(work: Path, repeats: int, step_seconds: float) -> dict[str, Any]:
             assert torch.equal(upload(uploader)[:size].cpu(), copies.pinned), "the bytes arrived"
         copies.register_and_copy(4)
         assert torch.equal(copies.target.cpu(), copies.pinned), "the bytes arrived"
-        pool = AdapterPool(
-            model=model,
-            load_spec=load_spec,
-            dtype=torch.bfloat16,
-            device=device,
-            max_bytes=8 << 30,
-            base=NoWeights(),
-            rank_multiple=0,
-            uploader=SliceUploader(device),
-        )
 
-        def stage() -> None:
+        def stage(pool: AdapterPool) -> None:
             pool.stage(name="a", generation=1, path=path, placement_id=load_spec.placement_id)
             pool.discard(1)
+
+        kept = RegisteredSlices(CudaRegistrar(device), max_bytes=1 << 30)
+        keep(kept, path)
+        pools = {
+            name: AdapterPool(
+                model=model,
+                load_spec=load_spec,
+                dtype=torch.bfloat16,
+                device=device,
+                max_bytes=8 << 30,
+                base=NoWeights(),
+                rank_multiple=0,
+                uploader=SliceUploader(device),
+                registered=registered,
+            )
+            for name, registered in (("stage", None), ("stage again", kept))
+        }
+
+        def copy_kept() -> None:
+            uploader = uploaders[8, CHUNK_BYTES]
+            with open_slice(path) as stream, kept.borrow(stream) as chunks:
+                assert chunks is not None
+                image = uploader.copy(chunks)
+                uploader.synchronize()
+            assert image.numel() >= size
 
         rows: dict[str, Callable[[], object]] = {
             "pinned": lambda: copies.copy(copies.pinned),
@@ -278,7 +306,9 @@ def measure(work: Path, repeats: int, step_seconds: float) -> dict[str, Any]:
             rows[f"register x {number}"] = lambda number=number: copies.register_and_copy(number)
         for (number, chunk), uploader in uploaders.items():
             rows[f"upload x {number}, {chunk >> 20} MiB"] = lambda uploader=uploader: upload(uploader)
-        rows["stage"] = stage
+        rows["kept"] = copy_kept
+        for name, pool in pools.items():
+            rows[name] = lambda pool=pool: stage(pool)
         seconds = {name: median_seconds(call, repeats) for name, call in rows.items()}
         registered = Registered(copies.pages, 0, size)
         seconds["register"] = median_seconds(lambda: registered.__enter__().__exit__(), repeats)
@@ -286,7 +316,16 @@ def measure(work: Path, repeats: int, step_seconds: float) -> dict[str, Any]:
             seconds["registered"] = median_seconds(lambda: copies.copy(copies.pages), repeats)
         steps = Steps()
         steps.run(0.2)
-        names = ["pinned", "register x 1", "register x 4", "upload x 4, 4 MiB", "upload x 8, 4 MiB", "stage"]
+        names = [
+            "pinned",
+            "register x 1",
+            "register x 4",
+            "upload x 4, 4 MiB",
+            "upload x 8, 4 MiB",
+            "stage",
+            "kept",
+            "stage again",
+        ]
         decode = {"nothing": beside(steps, None, step_seconds)}
         decode |= {name: beside(steps, rows[name], step_seconds) for name in names}
         decode["nothing again"] = beside(steps, None, step_seconds)

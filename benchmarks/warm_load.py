@@ -28,6 +28,7 @@ from epilora.v1 import adapter_service_pb2, adapter_service_pb2_grpc
 
 _BATCH, _PROMPT_TOKENS = 8, 40
 _PAUSE_SECONDS = 0.15
+_SETTLE_SECONDS = 1.5
 
 
 def pinned_bytes_per_second() -> float:
@@ -86,11 +87,19 @@ def step_times(answers: list[Answer], spans: list[tuple[float, float]]) -> tuple
     return during, apart
 
 
+def stages_of(log: Path) -> list[dict[str, Any]]:
+    """What the worker says of its part of each load: milliseconds of reading the header, and of the copy."""
+    lines = [json.loads(line) for line in log.read_text().splitlines() if '"adapter staged"' in line]
+    return [{"plan_ms": line["plan_seconds"] * 1e3, "copy_ms": line["copy_seconds"] * 1e3} for line in lines]
+
+
 def measure(address: str, source: Path, num_loads: int, num_tokens: int) -> dict[str, Any]:
     """All numbers; milliseconds."""
     with grpc.insecure_channel(address) as channel:
         loads = Loads(channel, source)
         cold = loads.load("first")
+        # The worker has its slice registered meanwhile, so that what follows are loads of a file that it keeps.
+        time.sleep(_SETTLE_SECONDS)
         alone = loads.again(num_loads)
         answers = make_answers(_BATCH, _PROMPT_TOKENS, 1, ["first"])
         generate(channel, make_answers(_BATCH, _PROMPT_TOKENS, 2, ["first"]), 30)
@@ -140,6 +149,7 @@ def main() -> None:
         finally:
             service.stop()
             print((work / "serve.log").read_text()[-5000:])
+        found["stages"] = stages_of(work / "serve.log")
     rate = pinned_bytes_per_second()
     found["pinned_bytes_per_second"] = rate
     found["copy_ms"] = found["resident_bytes"] / rate * 1e3
