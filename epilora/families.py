@@ -43,6 +43,17 @@ class Size(enum.Enum):
     ONE = "one"
 
 
+class StackedAxes(enum.Enum):
+    """How stacked expert parameters are stored, and what PEFT takes them for: it heeds the module's `is_transposed`."""
+
+    OUT_IN = "out_in"
+    """(E, out, in)."""
+    IN_OUT = "in_out"
+    """(E, in, out), of a module whose `is_transposed` is true."""
+    IN_OUT_UNMARKED = "in_out_unmarked"
+    """(E, in, out), of a module without that attribute: PEFT takes in for out."""
+
+
 class Where(enum.Enum):
     """Decoder layers that hold a module."""
 
@@ -72,6 +83,18 @@ class DenseModuleTemplate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PerExpertForm:
+    """What checkpoints that hold a linear map for each expert call them."""
+
+    projections: Mapping[Projection, str]
+    """Name of an expert's linear map."""
+    block: tuple[str, str] = ("", "")
+    """Segment of the block of experts in today's module tree, and there; empty: the same."""
+    root: str = ""
+    """First segment of all paths of the model but lm_head; empty: the same."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFamily:
     """What epilora has to know of a model_type."""
 
@@ -89,8 +112,8 @@ class ModelFamily:
     sparse_layers_by_config: bool = False
     """True if mlp_only_layers and decoder_sparse_step say which layers have experts; else all have."""
     gate_up_layout: GateUpLayout = GateUpLayout.CONCATENATED
-    expert_parameters_in_out: bool | None = False
-    """True if the stacked expert parameters are stored (E, in, out), False for (E, out, in), None if not known."""
+    stacked_axes: StackedAxes | None = StackedAxes.OUT_IN
+    """Of the stacked expert parameters; None if not known."""
     has_sizes: bool = False
     """True if the keys and modules below describe the family in full; else only how adapters name its modules."""
     dense_modules: tuple[DenseModuleTemplate, ...] = ()
@@ -104,6 +127,10 @@ class ModelFamily:
     """Name of a single expert's linear map in per-expert adapters -> projection."""
     stacked_parameters: Mapping[str, Projection] = field(default_factory=lambda: _GATED_PARAMETERS)
     """Name of a stacked expert parameter -> projection, in the order in which the module declares them."""
+    per_expert_form: PerExpertForm | None = field(default_factory=lambda: _PROJ_NAMES)
+    """Of released checkpoints; None if all of them hold stacked experts only."""
+    text_path: str = ""
+    """Path of the text model in the multimodal one, of families that have no language model by itself."""
 
     @property
     def tied_paths(self) -> tuple[str, str]:
@@ -121,6 +148,11 @@ _GATED_PROJECTIONS: Mapping[str, Projection] = MappingProxyType(
         "w2": Projection.DOWN,
     }
 )
+_PROJ_NAMES: PerExpertForm = PerExpertForm(
+    projections=MappingProxyType({Projection.GATE: "gate_proj", Projection.UP: "up_proj", Projection.DOWN: "down_proj"})
+)
+_W_NAMES = MappingProxyType({Projection.GATE: "w1", Projection.UP: "w3", Projection.DOWN: "w2"})
+_BLOCK_SPARSE = PerExpertForm(projections=_W_NAMES, block=("mlp", "block_sparse_moe"))
 _GATED_PARAMETERS: Mapping[str, Projection] = MappingProxyType(
     {"gate_up_proj": Projection.GATE_UP, "down_proj": Projection.DOWN}
 )
@@ -183,6 +215,7 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
                 dense_modules=(*_ATTENTION, *_ROUTER),
                 # What transformers 4 called the block.
                 module_renames=(("block_sparse_moe", "mlp"),),
+                per_expert_form=_BLOCK_SPARSE,
             ),
             ModelFamily(
                 model_type="olmoe",
@@ -190,20 +223,49 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
                 intermediate_size_key="intermediate_size",
                 dense_modules=(*_ATTENTION, *_ROUTER),
             ),
-            ModelFamily(model_type="gpt_oss", gate_up_layout=GateUpLayout.INTERLEAVED, expert_parameters_in_out=True),
-            ModelFamily(model_type="llama4_text", expert_parameters_in_out=True),
-            ModelFamily(model_type="llama4", expert_parameters_in_out=True),
+            ModelFamily(
+                model_type="gpt_oss",
+                gate_up_layout=GateUpLayout.INTERLEAVED,
+                stacked_axes=StackedAxes.IN_OUT,
+                per_expert_form=None,
+            ),
+            ModelFamily(model_type="llama4_text", stacked_axes=StackedAxes.IN_OUT_UNMARKED, per_expert_form=None),
+            ModelFamily(model_type="llama4", stacked_axes=StackedAxes.IN_OUT_UNMARKED, per_expert_form=None),
             ModelFamily(model_type="deepseek_v2"),
             ModelFamily(model_type="deepseek_v3"),
             ModelFamily(model_type="glm4_moe"),
-            ModelFamily(model_type="minimax_m2", module_renames=(("block_sparse_moe", "mlp"),)),
+            ModelFamily(
+                model_type="minimax_m2", module_renames=(("block_sparse_moe", "mlp"),), per_expert_form=_BLOCK_SPARSE
+            ),
+            ModelFamily(
+                model_type="kimi_linear", module_renames=(("block_sparse_moe", "mlp"),), per_expert_form=_BLOCK_SPARSE
+            ),
+            ModelFamily(
+                model_type="phimoe",
+                module_renames=(("block_sparse_moe", "mlp"), ("mlp.gate", "mlp.router")),
+                per_expert_form=_BLOCK_SPARSE,
+            ),
+            ModelFamily(model_type="lfm2_moe", per_expert_form=PerExpertForm(projections=_W_NAMES)),
+            ModelFamily(model_type="granitemoe", per_expert_form=None),
+            ModelFamily(model_type="granitemoehybrid", per_expert_form=None),
+            ModelFamily(
+                # Its experts were stored the other way round before transformers 5.
+                model_type="qwen3_vl_moe",
+                stacked_axes=None,
+                per_expert_form=None,
+                text_path="model.language_model",
+            ),
             ModelFamily(
                 model_type="nemotron_h",
                 module_renames=(("backbone", "model"),),
                 embedding_path="model.embeddings",
+                per_expert_form=PerExpertForm(
+                    projections=MappingProxyType({Projection.UP: "up_proj", Projection.DOWN: "down_proj"}),
+                    root="backbone",
+                ),
                 **_NOT_GATED,
             ),
-            ModelFamily(model_type="gemma4_text", module_renames=(("moe.experts", "experts"),)),
+            ModelFamily(model_type="gemma4_text", module_renames=(("moe.experts", "experts"),), per_expert_form=None),
         )
     }
 )
@@ -224,8 +286,8 @@ def family_of(model_type: str, gate_up_layout: GateUpLayout) -> ModelFamily:
     if family is not None:
         return family
     if gate_up_layout is GateUpLayout.NOT_GATED:
-        return ModelFamily(model_type=model_type, expert_parameters_in_out=None, **_NOT_GATED)
-    return ModelFamily(model_type=model_type, expert_parameters_in_out=None, gate_up_layout=gate_up_layout)
+        return ModelFamily(model_type=model_type, stacked_axes=None, **_NOT_GATED)
+    return ModelFamily(model_type=model_type, stacked_axes=None, gate_up_layout=gate_up_layout)
 
 
 def sized_family_of(model_type: str) -> ModelFamily:

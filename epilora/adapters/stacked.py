@@ -5,9 +5,19 @@ parameters the inner pair is at `...mlp.experts.base_layer.lora_*`, the outer at
 at `...mlp.experts.lora_*`, whichever parameter it is. So names do not say which parameter a pair is for; shapes do.
 
 Axes: A [E*r, in] is expert-slowest (row e*r + i is row i of expert e), B [out, r*E] is expert-fastest (column i*E + e
-is column i of expert e). PEFT below 0.19.1 swapped in and out for parameters stored (E, out, in) (and 0.19.0 for those
-stored (E, in, out) too): then A is [E*r, out] and B [in, r*E], and what we call A_e is B's block transposed. The file
-says nothing about it: shapes decide where they can, then the recorded version of PEFT, else the file is refused.
+is column i of expert e). Some releases of PEFT swap in and out: then A is [E*r, out] and B [in, r*E], and what we call
+A_e is B's block transposed. Which do depends on how the parameter is stored and on whether its module says so:
+
+    stored                                   below 0.19.0   0.19.0    0.19.1 and later
+    (E, out, in)                             swapped        swapped   plain
+    (E, in, out), is_transposed (gpt-oss)    plain          swapped   plain
+    (E, in, out), not marked (Llama 4)       plain          plain     swapped
+
+The file says nothing about it: shapes decide where they can, then the recorded version of PEFT, else the file is
+refused.
+
+Two pairs of a layer are told apart by their shapes, too. Where those allow both ways, the order in which PEFT wraps
+decides: the parameter that the module declares first is innermost, in every release, also when it loads a file.
 """
 
 from __future__ import annotations
@@ -23,10 +33,11 @@ from epilora.adapters.normal_form import AdapterTarget, LoraPair, Region
 from epilora.adapters.peft_config import PeftConfig, parse_peft_version
 from epilora.adapters.per_expert import features_of
 from epilora.errors import AdapterFormatError
-from epilora.families import ModelFamily, Projection
+from epilora.families import ModelFamily, Projection, StackedAxes
 from epilora.model_spec import MoELayerSpec
 
 _WRAPPER = ".base_layer"
+_LAST_OLD_RELEASE, _FIRST_NEW_RELEASE = (0, 18, 1), (0, 19, 1)
 _SWAPPED = {True: "swapped", False: "not swapped"}
 
 
@@ -75,12 +86,13 @@ def resolve_stacked(
     swapped = _orientation(layers, fits, target.family, config, hints)
     resolved: dict[tuple[int, Projection], Mapping[int, LoraPair]] = {}
     for layer, assignments in zip(layers, fits[swapped], strict=True):
-        if len(assignments) > 1:
+        if len(assignments) > 1 and len(layer.pairs) == 1:
             raise AdapterFormatError(
                 f"{layer.pairs[0].a.name}: its shape fits more than one parameter of {layer.moe.module}; "
-                "name the parameters in target_parameters, or in layout_hints.stacked_parameters of the request",
+                "name the parameter in target_parameters, or in layout_hints.stacked_parameters of the request",
                 reason="AMBIGUOUS_PARAMETER",
             )
+        # The first assignment is that of the order in which the module declares its parameters, as PEFT wraps them.
         for parameter, pair in zip(assignments[0], layer.pairs, strict=True):
             projection = target.family.stacked_parameters[parameter]
             key = f"{pair.module.replace(_WRAPPER, '')}.{parameter}"
@@ -165,9 +177,8 @@ def _orientation(
     if recorded is None:
         raise AdapterFormatError(
             f"{layers[0].pairs[0].a.name}: for this model's sizes the shapes do not say whether in and out are "
-            f"swapped, and the recorded peft_version {config.peft_version!r} does not either (releases below 0.19.1 "
-            "swap them); say it in layout_hints.orientation of the request, or save the adapter again with PEFT 0.19.1 "
-            "or later",
+            f"swapped, and the recorded peft_version {config.peft_version!r} does not either; say it in "
+            "layout_hints.orientation of the request, or save the adapter again with PEFT 0.19.1 or later",
             reason="AMBIGUOUS_ORIENTATION",
         )
     return recorded
@@ -176,14 +187,21 @@ def _orientation(
 def _swapped_by_version(text: str, family: ModelFamily) -> bool | None:
     """What a release of PEFT writes; None if the version does not tell."""
     version = parse_peft_version(text)
-    first_without_swap = (0, 19, 1)
-    if version is None or (version.release == first_without_swap and not version.is_release):
+    if version is None:
         return None
-    if family.expert_parameters_in_out is None and version.release < first_without_swap:
+    # What decides was changed in 0.19.0 and in 0.19.1; a build between two releases may have it either way.
+    if not version.is_release and _LAST_OLD_RELEASE < version.release <= _FIRST_NEW_RELEASE:
         return None
-    if family.expert_parameters_in_out:
-        return version.release == (0, 19, 0)
-    return version.release < first_without_swap
+    is_new = version.release >= _FIRST_NEW_RELEASE
+    match family.stacked_axes:
+        case StackedAxes.OUT_IN:
+            return not is_new
+        case StackedAxes.IN_OUT:
+            return version.release == (0, 19, 0)
+        case StackedAxes.IN_OUT_UNMARKED:
+            return is_new
+    # Of a family that is not in the table, only what today's PEFT does is known.
+    return False if is_new else None
 
 
 def _no_fit(layer: _LayerPairs, family: ModelFamily, config: PeftConfig) -> AdapterFormatError:

@@ -6,6 +6,7 @@ does not.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -161,8 +162,8 @@ def test_square_sizes_with_both_parameters(square: ModelSpec, tmp_path: Path, sw
     ("version", "swapped"),
     [
         ("0.18.1", True),
+        ("0.18.1.dev0", True),
         ("0.19.0", True),
-        ("0.19.0.dev0", True),
         ("0.19.1", False),
         ("0.20.0.dev0@abc", False),
         ("0.21.2", False),
@@ -175,7 +176,28 @@ def test_square_sizes_by_version(square: ModelSpec, tmp_path: Path, version: str
     _check(resolve(path, square), path, square, {Projection.GATE_UP}, rank=4)
 
 
-@pytest.mark.parametrize("version", [None, "", "0.19.1.dev0", "main"])
+@pytest.mark.parametrize(
+    ("model_type", "swapped_in"),
+    [
+        ("llama4_text", ("0.19.1", "0.21.2")),
+        ("llama4", ("0.19.1", "0.21.2")),
+        ("gpt_oss", ("0.19.0",)),
+        ("olmoe", ("0.18.1", "0.19.0")),
+    ],
+)
+def test_which_releases_swap_depends_on_how_parameters_are_stored(
+    square: ModelSpec, tmp_path: Path, model_type: str, swapped_in: tuple[str, ...]
+) -> None:
+    """PEFT heeds `is_transposed` of the module, which Llama 4's lacks, although it stores (E, in, out)."""
+    model = dataclasses.replace(square, model_type=model_type)
+    for version in ("0.18.1", "0.19.0", "0.19.1", "0.21.2"):
+        swapped = version in swapped_in
+        tensors = _stacked(model, {"": Projection.GATE_UP}, swapped=swapped, rank=4)
+        path = write_adapter(tmp_path / version, tensors, target_parameters=TARGETS[:1], r=4, peft_version=version)
+        _check(resolve(path, model), path, model, {Projection.GATE_UP}, rank=4)
+
+
+@pytest.mark.parametrize("version", [None, "", "0.18.2.dev0", "0.19.0.dev0", "0.19.0rc1", "0.19.1.dev0", "main"])
 def test_square_sizes_without_a_version_are_refused(square: ModelSpec, tmp_path: Path, version: str | None) -> None:
     tensors = _stacked(square, {"": Projection.GATE_UP}, swapped=False, rank=4)
     path = write_adapter(tmp_path / "a", tensors, target_parameters=TARGETS[:1], r=4, peft_version=version)
