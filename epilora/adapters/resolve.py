@@ -150,7 +150,9 @@ def _resolve(
 ) -> NormalForm | None:
     """The normal form of a grid and of the pairs beside it; None if there are experts among those, too."""
     check_extras(paired.pairs, config)
-    saved = find_saved_modules(paired.others, target, config, lambda module: _renamed(module, target))
+    saved = find_saved_modules(
+        paired.others, target, config, lambda module: _renamed(module, target), allow_partial=choices.allow_partial
+    )
     differences: list[str] = []
     found = _Found(known=KnownExperts(config, differences), rank_differences=differences, left_over=saved.left_over)
     for pair in paired.pairs:
@@ -161,7 +163,7 @@ def _resolve(
             return None
         found.layouts[ExpertLayout.PER_EXPERT] = next(iter(grid.values())).first.a.tensor.name
     if found.left_over and not choices.allow_partial:
-        raise _unknown_tensors(found.left_over, len(header.tensors), config)
+        raise _unknown_tensors(found.left_over, len(header.tensors), config, target)
     _check_saved(saved, found, config, target.family.tied_paths, choices.allow_partial)
     layout = _one_layout(found.layouts)
     experts: Mapping[_Place, Mapping[int, LoraPair]] = {**grid, **found.singles, **found.packed}
@@ -264,6 +266,11 @@ def _place_packed(pair: Pair, packed: PackedModule, target: AdapterTarget, confi
     found.note_rank(pair.module, config.ranks.value_of(rank_key(pair, packed, target.family)), pairs[0].lora_rank)
 
 
+def is_in_multimodal(name: str) -> bool:
+    """True if a tensor's name goes through the text model of a multimodal one."""
+    return name.removeprefix("base_model.model.").startswith(_MULTIMODAL_PREFIXES)
+
+
 def _renamed(module: str, target: AdapterTarget) -> str:
     """The path in the module tree of the model that is served."""
     root = target.family.layers_path.partition(".")[0]
@@ -357,7 +364,9 @@ def _check_pairs(form: NormalForm, max_lora_rank: int, num_tensors: int) -> None
                 )
 
 
-def _unknown_tensors(left_over: Sequence[TensorEntry], num_tensors: int, config: PeftConfig) -> AdapterFormatError:
+def _unknown_tensors(
+    left_over: Sequence[TensorEntry], num_tensors: int, config: PeftConfig, target: AdapterTarget
+) -> AdapterFormatError:
     base = f" The adapter was trained on {config.base_model!r}." if config.base_model else ""
     names = [tensor.name for tensor in left_over]
     copies = (
@@ -366,6 +375,12 @@ def _unknown_tensors(left_over: Sequence[TensorEntry], num_tensors: int, config:
         if any(name.endswith(".base_layer.weight") for name in names)
         else ""
     )
+    has_embedding = target.family.embedding_path in target.dense_modules
+    if not has_embedding and any(".lora_embedding_" in name for name in names):
+        copies = (
+            " This model's embedding scales its output, and whether PEFT scales a pair's part, too, depends on its "
+            "release: pairs for it are not supported."
+        )
     return AdapterFormatError(
         f"{len(names)} of {num_tensors} tensors fit nothing in this model: {named(names)}.{copies}{base} "
         "Set allow_partial to load the rest without them.",
@@ -380,6 +395,11 @@ def _warnings(config: PeftConfig, target: AdapterTarget, found: _Found) -> list[
     for name, patterns in (("rank_pattern", config.ranks), ("alpha_pattern", config.alphas)):
         if patterns.unused:
             warnings.append(f"{name} has entries that match no module of the file: {named(patterns.unused)}")
+        if patterns.conflicts:
+            warnings.append(
+                f"{name} has entries of different values for one module: {named(patterns.conflicts)}. The first one "
+                "counts, as in PEFT; but PEFT sorts them when it saves: another one may have counted in training"
+            )
     stacked = [name for name in target.family.stacked_parameters if config.targets_parameter_named(name)]
     if stacked and not found.stacked:
         warnings.append(f"target_parameters names {named(stacked)}, but the file has no pair for stacked experts")
