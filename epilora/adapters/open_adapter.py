@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,8 +84,14 @@ def open_adapter(path: Path) -> Iterator[OpenAdapter]:
 
 def _open_file(path: Path) -> int | None:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise AdapterFormatError(f"{path} cannot be opened: {error.strerror}", reason="SOURCE_UNREADABLE") from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise AdapterFormatError(
+            f"{path} is no regular file, but a directory, a pipe or the like", reason="SOURCE_UNREADABLE"
+        )
+    return fd

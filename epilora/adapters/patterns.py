@@ -18,6 +18,7 @@ _MAX_PATTERNS = 100_000
 _MAX_CHOICES = 4
 _MAX_ALTERNATIVES = 64
 _MAX_SECONDS = 30.0
+_MAX_COMPARED = 64
 
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _CHARACTER_CLASS = re.compile(r"\[[^\]]*\]")
@@ -49,6 +50,7 @@ class ModulePatterns(Generic[Value]):
         self._default = default
         self._compiled = [(_compile(field, key), key, value) for key, value in table.items()]
         self._unused = set(table)
+        self._conflicts: dict[str, str] = {}
         self._seconds = 0.0
 
     def value_of(self, module: str) -> Value:
@@ -61,13 +63,29 @@ class ModulePatterns(Generic[Value]):
             return self._default
         start = time.monotonic()
         try:
-            for pattern, key, value in self._compiled:
+            for index, (pattern, key, value) in enumerate(self._compiled):
                 if pattern.match(module):
                     self._unused.discard(key)
+                    self._look_for_conflict(module, index)
                     return value
             return self._default
         finally:
             self._spend(time.monotonic() - start)
+
+    @property
+    def conflicts(self) -> list[str]:
+        """For each entry that another one of a different value contests, the first module that both match."""
+        return list(self._conflicts.values())
+
+    def _look_for_conflict(self, module: str, index: int) -> None:
+        """Notes later entries that say something else. Tables of a line for each module are not looked through."""
+        _, key, value = self._compiled[index]
+        if key in self._conflicts or len(self._compiled) > _MAX_COMPARED:
+            return
+        for pattern, other, contested in self._compiled[index + 1 :]:
+            if contested != value and pattern.match(module):
+                self._conflicts[key] = f"{module} by {key!r} ({value}) and by {other!r} ({contested})"
+                return
 
     @property
     def num_patterns(self) -> int:

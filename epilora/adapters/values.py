@@ -117,6 +117,7 @@ def _read(fd: int, tensor: TensorEntry, found: _Nonzero) -> None:
         bits = np.frombuffer(raw, dtype).reshape(count, num_columns)
         if not is_finite(bits, tensor.dtype):
             raise non_finite(tensor)
-        is_set = bits.astype(np.bool_)
+        # Without the sign, which a zero may have, too.
+        is_set = (bits << 1).astype(np.bool_)
         rows[begin : begin + count] = is_set.any(axis=1)
         columns |= is_set.any(axis=0)

@@ -152,8 +152,20 @@ REFUSED: dict[str, tuple[Tensors, dict[str, Any], str, str]] = {
     "a norm": (
         _pair(Q_PROJ) | _ones("model.norm.weight", 8),
         {"modules_to_save": ["norm"]},
-        "UNKNOWN_TENSORS",
-        r"model\.norm\.weight",
+        "UNSUPPORTED_ADAPTER",
+        r"modules_to_save replaces model\.norm .*only linear maps, routers, embeddings and lm_head can be",
+    ),
+    "stacked experts": (
+        _pair(Q_PROJ) | _ones("model.layers.0.mlp.experts.down_proj", 4, 8, 6),
+        {"modules_to_save": ["mlp.experts"]},
+        "UNSUPPORTED_ADAPTER",
+        r"modules_to_save replaces model\.layers\.0\.mlp\.experts .*allow_partial",
+    ),
+    "half a router": (
+        _pair(Q_PROJ) | _ones(f"{ROUTER}.weight", 4, 8) | _ones(f"{ROUTER}.e_score_correction_bias", 4),
+        {"modules_to_save": ["mlp.gate"]},
+        "UNSUPPORTED_ADAPTER",
+        "half of a trained module is none",
     ),
     "a bias without its weight": (
         _pair(Q_PROJ) | _ones(f"{ROUTER}.bias", 4),
@@ -202,3 +214,14 @@ def test_an_adapter_of_another_model_is_warned_of(recorded: str, served: str, wa
     warnings = base_model_warnings(recorded, served)
     assert len(warnings) == int(warns)
     assert all(repr(recorded) in warning and repr(served) in warning for warning in warnings)
+
+
+def test_a_part_of_a_saved_module_is_never_left_out(model: ModelSpec, tmp_path: Path) -> None:
+    """A router without the bias that was saved with it would choose other experts; a norm goes as a whole."""
+    router = _pair(Q_PROJ) | _ones(f"{ROUTER}.weight", 4, 8) | _ones(f"{ROUTER}.deeper.e_score_correction_bias", 4)
+    with pytest.raises(AdapterFormatError, match="half of a trained module is none"):
+        resolve(write_adapter(tmp_path / "a", router, modules_to_save=["gate"]), model, allow_partial=True)
+    norm = _pair(Q_PROJ) | _ones(f"{ROUTER}.weight", 4, 8) | _ones("model.norm.weight", 8)
+    path = write_adapter(tmp_path / "b", norm, modules_to_save=["mlp.gate", "norm"])
+    form = resolve(path, model, allow_partial=True)
+    assert (list(form.saved), form.ignored) == ([ROUTER], (f"{PREFIX}model.norm.weight",))

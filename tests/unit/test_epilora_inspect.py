@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,35 @@ def test_inspect_reads_values_if_asked(tmp_path: Path, layout: str) -> None:
     count = "3 of 24" if layout == "F1" else "2 of 16"
     assert [warning.split(" pairs have a matrix")[0] for warning in found["warnings"]] == [count]
     assert _json(tmp_path / "zero", "--model", model)["warnings"] == []
+
+
+def test_a_zero_may_have_a_sign(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    tensors, changes = tensors_of(ModelSpec.from_directory(model), "F2a", 3)
+    zeros = {name: array * np.float32(-0.0) if "lora_B" in name else array for name, array in tensors.items()}
+    assert any(np.signbit(array).any() for name, array in zeros.items() if "lora_B" in name)
+    found = _json(write_adapter(tmp_path / "a", zeros, **changes), "--model", model, "--verify")
+    assert "The adapter changes nothing" in found["warnings"][0]
+
+
+def test_contested_patterns_are_warned_of(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    tensors, changes = tensors_of(ModelSpec.from_directory(model), "F1", 3)
+    patterns = {"alpha_pattern": {"down_proj": 4, r".*experts\.2.*": 9}}
+    (warning,) = _json(write_adapter(tmp_path / "a", tensors, **changes, **patterns), "--model", model)["warnings"]
+    assert "model.layers.0.mlp.experts.2.down_proj by 'down_proj' (4) and by" in warning
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe"])
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_model.bin"])
+def test_what_is_no_file_is_said_to_be_none(tmp_path: Path, kind: str, name: str) -> None:
+    adapter = write_adapter(tmp_path / "a", {"x": np.zeros(1, np.float32)})
+    (adapter / "adapter_model.safetensors").unlink()
+    if kind == "directory":
+        (adapter / name).mkdir()
+    else:
+        os.mkfifo(adapter / name)
+    assert "no regular file" in _run("inspect", adapter, code=1).replace("\n", " ")
 
 
 @pytest.mark.parametrize("target", ConvertedLayout)

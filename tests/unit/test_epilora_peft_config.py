@@ -207,3 +207,15 @@ def test_any_values_give_a_config_or_a_clean_error(values: dict[str, Any]) -> No
 def test_scales_that_no_float32_holds() -> None:
     with pytest.raises(AdapterFormatError, match="more than a float32 holds"):
         _parse(lora_alpha=1e300).scale_of("x", 4)
+
+
+def test_entries_that_contest_a_module_are_named() -> None:
+    """PEFT saves its patterns sorted: which of them came first in training is lost."""
+    patterns = ModulePatterns("alpha_pattern", {r"layers\.0\..*": 4.0, "k_proj": 4.0, "q_proj": 8.0, "x": 1.0}, 6.0)
+    assert patterns.value_of("model.layers.0.self_attn.k_proj") == 4.0
+    assert patterns.conflicts == [], "entries of one value do not differ"
+    assert patterns.value_of("model.layers.0.self_attn.q_proj") == 4.0
+    assert patterns.value_of("model.layers.0.self_attn.o_proj") == 4.0
+    assert patterns.value_of("model.layers.1.self_attn.q_proj") == 8.0
+    (conflict,) = patterns.conflicts
+    assert conflict == r"model.layers.0.self_attn.q_proj by 'layers\\.0\\..*' (4.0) and by 'q_proj' (8.0)"
