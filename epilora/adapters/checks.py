@@ -6,6 +6,9 @@ from epilora.adapters.keys import Pair
 from epilora.adapters.peft_config import PeftConfig
 from epilora.errors import AdapterFormatError
 
+DEFAULT_MAX_LORA_RANK = 512
+"""Largest lora_rank that a service accepts unless it is told otherwise."""
+
 
 def shape_error(pair: Pair, expected: str, config: PeftConfig) -> AdapterFormatError:
     """The error of a pair that does not fit the model."""

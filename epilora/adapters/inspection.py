@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any
 
 from epilora.adapters.base_model import base_model_warnings
+from epilora.adapters.checks import DEFAULT_MAX_LORA_RANK
 from epilora.adapters.extras import check_extras
 from epilora.adapters.keys import Pair, pair_tensors
 from epilora.adapters.layout_hints import NO_HINTS, LayoutHints
@@ -84,6 +85,8 @@ class Inspection:
     placement: str = ""
     ignored: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
+    values_read: bool = False
+    """Whether NaN and infinities would have been seen."""
     refusal: Refusal | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -117,6 +120,7 @@ class Inspection:
             "bytes_per_rank": list(self.bytes_per_rank),
             "ignored_tensors": list(self.ignored),
             "warnings": list(self.warnings),
+            "values_read": self.values_read,
             "refused": None
             if self.refusal is None
             else {"reason": self.refusal.reason, "message": self.refusal.message},
@@ -163,6 +167,7 @@ def inspect_adapter(
             _look_at_form(form, model, ExpertPlacement.make(placement, model, num_ranks), found)
         if verify:
             found.warnings = (*found.warnings, *check_values(adapter, form))
+            found.values_read = True
     except EpiloraError as error:
         if error.reason in ("BAD_PLACEMENT", "PLACEMENT_NOT_FOUND"):
             raise
@@ -232,12 +237,32 @@ def _look_at_form(form: NormalForm, model: ModelSpec, placement: ExpertPlacement
         experts[layer][projection.value] = tuple(by_expert)
     found.experts_by_layer = dict(sorted(experts.items()))
     found.dense_modules, found.saved_modules, found.ignored = tuple(form.dense), tuple(form.saved), form.ignored
-    found.warnings = (*form.warnings, *base_model_warnings(found.base_model, model.name))
-    specs = [
-        SliceSpec(layers=spec.layers, metadata=_metadata(spec))
-        for spec in (MoEEPLoadSpec.make(model, placement, rank) for rank in range(placement.num_ranks))
-    ]
+    load_specs = [MoEEPLoadSpec.make(model, placement, rank) for rank in range(placement.num_ranks)]
+    found.warnings = (
+        *form.warnings,
+        *base_model_warnings(found.base_model, model.name),
+        *_rank_warnings(form),
+        *_placement_warnings(load_specs),
+    )
+    specs = [SliceSpec(layers=spec.layers, metadata=_metadata(spec)) for spec in load_specs]
     found.bytes_per_rank = tuple(layout.tensor_bytes for layout in plan_slices(form, specs).layouts)
+
+
+def _rank_warnings(form: NormalForm) -> Sequence[str]:
+    largest = max((pair.lora_rank for pair in form.pairs()), default=0)
+    if largest <= DEFAULT_MAX_LORA_RANK:
+        return []
+    return [
+        f"lora_rank {largest} is above {DEFAULT_MAX_LORA_RANK}, the default of EPILORA_MAX_LORA_RANK: a service that "
+        "does not set it refuses the adapter (LORA_RANK_TOO_LARGE)"
+    ]
+
+
+def _placement_warnings(specs: Sequence[MoEEPLoadSpec]) -> Sequence[str]:
+    idle = [spec.ep_rank for spec in specs if not any(layer.local_experts for layer in spec.layers)]
+    if not idle:
+        return []
+    return [f"{len(idle)} of {len(specs)} EP ranks hold no expert, the first is rank {idle[0]}"]
 
 
 def _metadata(spec: MoEEPLoadSpec) -> SliceMetadata:

@@ -18,7 +18,7 @@ _MAX_PATTERNS = 100_000
 _MAX_CHOICES = 4
 _MAX_ALTERNATIVES = 64
 _MAX_SECONDS = 30.0
-_MAX_COMPARED = 64
+_MAX_COMPARED = 32
 
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _CHARACTER_CLASS = re.compile(r"\[[^\]]*\]")

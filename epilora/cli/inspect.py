@@ -28,6 +28,10 @@ Swapped = Annotated[
     typer.Option("--swapped/--not-swapped", help="In and out of stacked experts, where the file does not say it."),
 ]
 RankFromShape = Annotated[bool, typer.Option(help="Stacked experts are all of the model's, whatever rank it says.")]
+Parameter = Annotated[
+    list[str] | None,
+    typer.Option(help="A stacked parameter that has a pair, where the config does not name it; may be repeated."),
+]
 AllowPartial = Annotated[bool, typer.Option(help="Accept tensors that fit nothing in the model.")]
 
 
@@ -39,13 +43,16 @@ def inspect(
     allow_partial: AllowPartial = False,
     swapped: Swapped = None,
     rank_from_shape: RankFromShape = False,
+    parameter: Parameter = None,
     verify: Annotated[bool, typer.Option(help="Read all values, too: NaN, infinities, zeros.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
     """Shows what is in an adapter, and whether it would be served; exit code 1: it would not. Reads headers only."""
     try:
         spec = None if model is None else read_model(model)
-        hints = LayoutHints(swapped=swapped, expert_rank_from_shape=rank_from_shape)
+        hints = LayoutHints(
+            swapped=swapped, expert_rank_from_shape=rank_from_shape, stacked_parameters=tuple(parameter or ())
+        )
         with open_adapter(adapter) as opened:
             found = inspect_adapter(
                 opened,
@@ -73,11 +80,14 @@ def convert(
     model: Annotated[Path, typer.Option(help="Checkpoint that the adapter is for.")],
     swapped: Swapped = None,
     rank_from_shape: RankFromShape = False,
+    parameter: Parameter = None,
 ) -> None:
     """Writes an adapter anew, one pair per expert or PEFT's stacked pairs; its deltas stay the same."""
     try:
         spec = read_model(model)
-        hints = LayoutHints(swapped=swapped, expert_rank_from_shape=rank_from_shape)
+        hints = LayoutHints(
+            swapped=swapped, expert_rank_from_shape=rank_from_shape, stacked_parameters=tuple(parameter or ())
+        )
         with open_adapter(adapter) as opened:
             num_tensors = convert_adapter(opened, spec, out, layout, hints=hints)
     except EpiloraError as error:
@@ -123,7 +133,8 @@ def _print(found: Inspection) -> None:
     if found.refusal is not None:
         console.print(Text(f"would be refused ({found.refusal.reason}): {found.refusal.message}", style="bold red"))
     elif found.model:
-        console.print(Text("would be served", style="bold green"))
+        unread = "" if found.values_read else "; the values were not read (--verify looks for NaN and infinities)"
+        console.print(Text(f"would be served{unread}", style="bold green"))
 
 
 def _print_heat_map(found: Inspection) -> None:

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from epilora.adapters.checks import DEFAULT_MAX_LORA_RANK
 from epilora.adapters.convert import ConvertedLayout, convert_adapter
 from epilora.adapters.open_adapter import open_adapter
 from epilora.cli.app import app
 from epilora.model_spec import ModelSpec
+from epilora.settings import LoaderSettings
 from tests.unit.epilora_adapters import AdapterArrays, resolve, write_adapter
 from tests.unit.epilora_layouts import LAYOUTS, reference_deltas, tensors_of
 from tests.unit.epilora_models import write_model
@@ -148,6 +150,31 @@ def test_contested_patterns_are_warned_of(tmp_path: Path) -> None:
     patterns = {"alpha_pattern": {"down_proj": 4, r".*experts\.2.*": 9}}
     (warning,) = _json(write_adapter(tmp_path / "a", tensors, **changes, **patterns), "--model", model)["warnings"]
     assert "model.layers.0.mlp.experts.2.down_proj by 'down_proj' (4) and by" in warning
+
+
+def test_inspect_says_what_a_service_would_need(tmp_path: Path) -> None:
+    """A larger rank than the default, values that were read, a rank without experts."""
+    assert LoaderSettings.model_fields["max_lora_rank"].default == DEFAULT_MAX_LORA_RANK
+    model = write_model(tmp_path / "model")
+    tensors, changes = tensors_of(ModelSpec.from_directory(model), "F1", 600)
+    adapter = write_adapter(tmp_path / "a", tensors, **{**changes, "r": 600})
+    found = _json(adapter, "--model", model, "--ep", 6)
+    assert found["values_read"] is False
+    assert [warning for warning in found["warnings"] if "lora_rank 600 is above 512" in warning]
+    assert "2 of 6 EP ranks hold no expert, the first is rank 4" in found["warnings"]
+    assert "the values were not read" in _run("inspect", adapter, "--model", model).replace("\n", " ")
+    assert _json(adapter, "--model", model, "--verify")["values_read"] is True
+
+
+def test_inspect_takes_the_hint_of_the_parameter(tmp_path: Path) -> None:
+    """What settles AMBIGUOUS_PARAMETER for a service can be tried here, too."""
+    model = write_model(tmp_path / "model", moe_intermediate_size=4)
+    tensors, changes = tensors_of(ModelSpec.from_directory(model), "F2a", 3)
+    first = {name: array for name, array in tensors.items() if ".base_layer." not in name}
+    adapter = write_adapter(tmp_path / "a", first, **{**changes, "target_parameters": None})
+    assert _json(adapter, "--model", model, "--parameter", "down_proj")["refused"] is None
+    refused = _json(adapter, "--model", model, "--parameter", "w9", code=1)["refused"]
+    assert (refused["reason"], "w9" in refused["message"]) == ("BAD_LAYOUT_HINTS", True)
 
 
 @pytest.mark.parametrize("kind", ["directory", "pipe"])
