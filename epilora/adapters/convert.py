@@ -22,7 +22,7 @@ from epilora.adapters.converted_names import OutputNames, OutputTargets, block_o
 from epilora.adapters.layout_hints import NO_HINTS, LayoutHints
 from epilora.adapters.normal_form import LoraPair, NormalForm, Region
 from epilora.adapters.open_adapter import CONFIG_NAME, OpenAdapter
-from epilora.adapters.safetensors_header import TensorEntry
+from epilora.adapters.tensor_entry import TensorEntry
 from epilora.adapters.weights import WEIGHTS_NAME
 from epilora.errors import AbortedError, InvalidArgumentError
 from epilora.families import GateUpLayout, ModelFamily, Projection, StackedAxes, family_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from epilora.adapters.module_paths import is_in_multimodal
 from epilora.adapters.normal_form import NormalForm
-from epilora.adapters.resolve import is_in_multimodal
 from epilora.families import ModelFamily, PerExpertForm
 from epilora.model_spec import ModelSpec
 
@@ -27,7 +27,7 @@ class OutputNames:
     @classmethod
     def make(cls, model: ModelSpec, family: ModelFamily, form: NormalForm, *, single_experts: bool) -> OutputNames:
         """The names for an adapter of a model; inside a multimodal model if its own names are."""
-        is_inside = any(is_in_multimodal(pair.a.tensor.name) for pair in form.pairs())
+        is_inside = any(is_in_multimodal(pair.a.tensor.name) for pair in form.samples())
         return cls(
             text_path=family.text_path or (_TEXT_PATH if is_inside else ""),
             form=family.per_expert_form if single_experts else None,

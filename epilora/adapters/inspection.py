@@ -249,7 +249,7 @@ def _look_at_form(form: NormalForm, model: ModelSpec, placement: ExpertPlacement
 
 
 def _rank_warnings(form: NormalForm) -> Sequence[str]:
-    largest = max((pair.lora_rank for pair in form.pairs()), default=0)
+    largest = max((pair.lora_rank for pair in form.samples()), default=0)
     if largest <= DEFAULT_MAX_LORA_RANK:
         return []
     return [

@@ -10,6 +10,7 @@ from epilora.adapters.expert_grid import find_grid, resolve_groups
 from epilora.adapters.extras import check_extras, refuse_extras, vector
 from epilora.adapters.keys import Pair, PairedTensors, empty_tensors, named, pair_tensors
 from epilora.adapters.layout_hints import NO_HINTS, LayoutHints
+from epilora.adapters.module_paths import renamed_path
 from epilora.adapters.normal_form import (
     AdapterTarget,
     ExpertLayout,
@@ -39,8 +40,6 @@ from epilora.model_spec import DenseModuleSpec
 
 _Place = tuple[int, Projection]
 _NOT_IN_PEFT = "PEFT does not define it for parameters"
-# Paths of a text model inside a multimodal wrapper, over the versions of transformers.
-_MULTIMODAL_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +129,7 @@ def _resolve_grid(
     if grid is None:
         return None
     try:
-        experts = resolve_groups(grid, table, config, target, lambda module: _renamed(module, target))
+        experts = resolve_groups(grid, table, config, target, lambda module: renamed_path(module, target))
         if experts is None:
             return None
         paired = pair_tensors(table.rows(~grid.is_in_group), is_rest=True)
@@ -151,7 +150,7 @@ def _resolve(
     """The normal form of a grid and of the pairs beside it; None if there are experts among those, too."""
     check_extras(paired.pairs, config)
     saved = find_saved_modules(
-        paired.others, target, config, lambda module: _renamed(module, target), allow_partial=choices.allow_partial
+        paired.others, target, config, lambda module: renamed_path(module, target), allow_partial=choices.allow_partial
     )
     differences: list[str] = []
     found = _Found(known=KnownExperts(config, differences), rank_differences=differences, left_over=saved.left_over)
@@ -185,7 +184,7 @@ def _resolve(
 
 
 def _place(pair: Pair, target: AdapterTarget, config: PeftConfig, found: _Found) -> None:
-    module = _renamed(pair.module, target)
+    module = renamed_path(pair.module, target)
     if pair.is_empty:
         if not is_absent_gate(module, target):
             raise empty_tensors([pair.a.name, pair.b.name])
@@ -264,23 +263,6 @@ def _place_packed(pair: Pair, packed: PackedModule, target: AdapterTarget, confi
     found.layouts.setdefault(layout, pair.a.name)
     found.packed[place] = pairs
     found.note_rank(pair.module, config.ranks.value_of(rank_key(pair, packed, target.family)), pairs[0].lora_rank)
-
-
-def is_in_multimodal(name: str) -> bool:
-    """True if a tensor's name goes through the text model of a multimodal one."""
-    return name.removeprefix("base_model.model.").startswith(_MULTIMODAL_PREFIXES)
-
-
-def _renamed(module: str, target: AdapterTarget) -> str:
-    """The path in the module tree of the model that is served."""
-    root = target.family.layers_path.partition(".")[0]
-    for prefix in _MULTIMODAL_PREFIXES:
-        if module.startswith(prefix):
-            module = f"{root}.{module.removeprefix(prefix)}"
-            break
-    for old, new in target.family.module_renames:
-        module = f".{module}.".replace(f".{old}.", f".{new}.")[1:-1]
-    return module
 
 
 def _one_layout(layouts: Mapping[ExpertLayout, str]) -> ExpertLayout:
