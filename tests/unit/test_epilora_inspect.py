@@ -225,6 +225,21 @@ def test_converted_ranks_and_scales_are_those_of_the_original(tmp_path: Path, ta
         np.testing.assert_allclose(others.delta(converted.dense[module]), arrays.delta(pair), rtol=1e-6)
 
 
+def test_experts_of_scale_zero_are_written_as_such(tmp_path: Path) -> None:
+    """lora_alpha 0, and one expert of which a pattern says otherwise: the common scale is no divisor."""
+    model = ModelSpec.from_directory(write_model(tmp_path / "model"))
+    tensors, changes = tensors_of(model, "F1", 3)
+    config = {**changes, "lora_alpha": 0, "alpha_pattern": {r".*experts\.2\..*": 4}}
+    adapter = write_adapter(tmp_path / "a", tensors, **config)
+    with open_adapter(adapter) as opened:
+        convert_adapter(opened, model, tmp_path / "out", ConvertedLayout.FUSED)
+    expected = deltas_of(resolve(adapter, model), adapter, model)
+    got = deltas_of(resolve(tmp_path / "out", model), tmp_path / "out", model)
+    assert any(delta.any() for delta in expected.values())
+    for place, delta in expected.items():
+        np.testing.assert_allclose(got[place], delta, rtol=1e-6, atol=1e-6)
+
+
 def test_convert_writes_no_existing_directory(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     tensors, changes = tensors_of(ModelSpec.from_directory(model), "F3", 3)
