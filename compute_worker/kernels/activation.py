@@ -7,6 +7,7 @@ import triton.language as tl
 
 from compute_worker.kernels.layout import Activation
 from compute_worker.kernels.lora import aligned_pointer, expand, wait_for_previous
+from compute_worker.kernels.tiles import pair_tile
 
 SILU_GATED = tl.constexpr(int(Activation.SILU_GATED))
 CLAMPED_SWIGLU = tl.constexpr(int(Activation.CLAMPED_SWIGLU))
@@ -49,7 +50,8 @@ def _load_gate_up(gate_up_ptr, pos, f, mask, F: tl.constexpr, GATED: tl.constexp
 def activation_kernel(gate_up_ptr, act_ptr, s_ptr, route, table, num_experts, slots_1, num_rows, s_stride, alpha, limit,
                       F: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
                       HAS_LORA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, SPAN_F: tl.constexpr,
-                      BLOCK_R: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                      BLOCK_R: tl.constexpr, STAGES: tl.constexpr, DIRECT: tl.constexpr,
+                      PDL: tl.constexpr):  # fmt: skip
     """act[pos, f] = activation(gate + s_gate B_gate^T, up + s_up B_up^T): one pair tile, SPAN_F columns a program.
 
     gate_up [n, 2F or F] and act [n, F] by position; s [2, n, s_stride]: scaled shrink results of gate and up (one for
@@ -57,13 +59,8 @@ def activation_kernel(gate_up_ptr, act_ptr, s_ptr, route, table, num_experts, sl
     multiples of 8 and fit one rank block, looks everything up once and then streams B.
     """
     wait_for_previous(PDL)
-    entry = tl.program_id(1)
-    # All of these are inside their arrays whether or not there is a tile, so that no load waits for another.
-    num_entries = tl.load(route.header + 1)
-    count = tl.load(route.pair_count + entry)
-    bin_id = tl.load(route.pair_bin + entry)
-    start = tl.load(route.pair_start + entry)
-    if (entry < num_entries) & (count > 0):
+    bin_id, start, count = pair_tile(route, tl.program_id(1), num_experts, slots_1, DIRECT)
+    if count > 0:
         dtype: tl.constexpr = act_ptr.dtype.element_ty
         m = tl.arange(0, BLOCK_M)
         row_mask = m < count

@@ -37,12 +37,23 @@ LayerAdapter = Mapping[str, ProjectionSlice]
 
 
 class TablePointers(NamedTuple):
-    """The device tensors, [num_slots, e, 3] each, as the kernels take them."""
+    """The device tensors, [num_slots, e, 3] each."""
 
     lora_rank: torch.Tensor
     a_address: torch.Tensor
     b_address: torch.Tensor
     scale: torch.Tensor
+
+
+class KernelTable(NamedTuple):
+    """A table as the kernels take it: its pointers, and what all slots have in common."""
+
+    lora_rank: torch.Tensor
+    a_address: torch.Tensor
+    b_address: torch.Tensor
+    scale: torch.Tensor
+    widest: torch.Tensor
+    """int32 [1]: the largest resident rank, or -1 where some rank is no multiple of 8 and needs narrow loads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +64,8 @@ class TableRows:
     pointers: TablePointers
     """[e, 3] each; of `AdapterTable.rows_of` on the CPU and without scales, of `place_rows` whole and on the device."""
     largest_rank: int
+    whole_blocks: bool
+    """Every rank is a multiple of 8."""
 
 
 def place_rows(rows: Sequence[TableRows], device: torch.device) -> list[TableRows]:
@@ -119,7 +132,14 @@ class AdapterTable:
             b_address=torch.zeros(shape, dtype=torch.int64, device=device),
             scale=torch.zeros(shape, dtype=torch.float32, device=device),
         )
+        self._widest = torch.zeros(1, dtype=torch.int32, device=device)
+        self._widest_of_slot: dict[int, int] = {}
         self._owned: dict[int, LayerAdapter] = {}
+
+    @property
+    def for_kernels(self) -> KernelTable:
+        """The tensors that kernels read; they stay the same ones whatever the slots hold."""
+        return KernelTable(*self.pointers, self._widest)
 
     def set_slot(self, adapter_slot: int, adapter: LayerAdapter) -> None:
         """Point adapter_slot at an adapter's slices; ordered on the current stream like any other write, never waits.
@@ -144,7 +164,13 @@ class AdapterTable:
         for name, piece in adapter.items():
             self._check_piece(name, piece)
             self._fill(rows, name, piece)
-        return TableRows(adapter=adapter, pointers=rows, largest_rank=int(rows.lora_rank.numpy().max(initial=0)))
+        ranks = rows.lora_rank.numpy()
+        return TableRows(
+            adapter=adapter,
+            pointers=rows,
+            largest_rank=int(ranks.max(initial=0)),
+            whole_blocks=not bool((ranks % 8).any()),
+        )
 
     def set_rows(self, adapter_slot: int, rows: TableRows) -> None:
         """The device's part of set_slot: rows of place_rows. Raises ValueError for a slot or rank that does not fit."""
@@ -154,6 +180,7 @@ class AdapterTable:
         for target, row in zip(self.pointers, rows.pointers, strict=True):
             target[adapter_slot].copy_(row)
         self._owned[adapter_slot] = dict(rows.adapter)
+        self._set_widest(adapter_slot, rows.largest_rank if rows.whole_blocks else -1)
 
     def raise_max_lora_rank(self, max_lora_rank: int) -> None:
         """Accept ranks up to this from now on.
@@ -169,10 +196,16 @@ class AdapterTable:
         self._check_slot(adapter_slot)
         self.pointers.lora_rank[adapter_slot].zero_()
         self._owned.pop(adapter_slot, None)
+        self._set_widest(adapter_slot, 0)
 
     def adapters(self) -> Mapping[int, LayerAdapter]:
         """Resident adapters by slot, for the reference implementation."""
         return dict(self._owned)
+
+    def _set_widest(self, adapter_slot: int, widest: int) -> None:
+        self._widest_of_slot[adapter_slot] = widest
+        values = self._widest_of_slot.values()
+        self._widest.fill_(-1 if min(values) < 0 else max(values))
 
     def _check_slot(self, adapter_slot: int) -> None:
         if not 0 <= adapter_slot < self.num_slots:

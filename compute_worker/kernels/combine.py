@@ -6,12 +6,24 @@ import triton
 import triton.language as tl
 
 from compute_worker.kernels.lora import aligned_pointer, expand, wait_for_previous
+from compute_worker.kernels.tiles import pair_tile
+
+
+@triton.jit
+def _position(row_pos_ptr, expert_ptr, row, num_experts, DIRECT: tl.constexpr):
+    """Position of a row, -1 for a remote one."""
+    if DIRECT > 0:
+        expert = tl.load(expert_ptr + row)
+        pos = tl.where((expert >= 0) & (expert < num_experts), row, -1)
+    else:
+        pos = tl.load(row_pos_ptr + row)
+    return pos
 
 
 @triton.jit
 def _expand_rows(acc, row_pos_ptr, expert_ptr, weight_ptr, s_ptr, table, row, slot, num_experts, s_stride, max_rank, d,
-                 d_mask, TOP_K: tl.constexpr, BLOCK_R: tl.constexpr, ALIGNED: tl.constexpr,
-                 DTYPE: tl.constexpr):  # fmt: skip
+                 d_mask, TOP_K: tl.constexpr, BLOCK_R: tl.constexpr, ALIGNED: tl.constexpr, DTYPE: tl.constexpr,
+                 DIRECT: tl.constexpr):  # fmt: skip
     """acc[j, r] + sum over k of weight_k * s_k[r] * B_k[d[j], r]; the caller sums over r.
 
     The k loop is unrolled and branch-free, so that the loads of all experts are in flight together.
@@ -19,7 +31,7 @@ def _expand_rows(acc, row_pos_ptr, expert_ptr, weight_ptr, s_ptr, table, row, sl
     r = tl.arange(0, BLOCK_R)
     for r0 in tl.range(0, max_rank, BLOCK_R, num_stages=1):
         for k in tl.static_range(TOP_K):
-            pos = tl.load(row_pos_ptr + row + k)
+            pos = _position(row_pos_ptr, expert_ptr, row + k, num_experts, DIRECT)
             local = pos >= 0
             weight = tl.load(weight_ptr + row + k).to(tl.float32)
             expert = tl.load(expert_ptr + row + k).to(tl.int32)
@@ -42,7 +54,8 @@ def _expand_rows(acc, row_pos_ptr, expert_ptr, weight_ptr, s_ptr, table, row, sl
 @triton.jit(do_not_specialize=["num_experts", "num_slots"])
 def combine_kernel(y_row_ptr, expert_ptr, weight_ptr, slot_ptr, out_ptr, s_ptr, row_pos_ptr, table, num_experts,
                    num_slots, s_stride, D: tl.constexpr, TOP_K: tl.constexpr, HAS_LORA: tl.constexpr,
-                   BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, DIRECT: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
     """y[t, d] = sum over k of weight[t, k] * (y_row[pos(t, k), d] + s2[pos(t, k)] B_down^T[d]).
 
     Remote rows (position -1) add nothing; a token without any local row gets zeros. A slot that the table does not have
@@ -56,7 +69,7 @@ def combine_kernel(y_row_ptr, expert_ptr, weight_ptr, slot_ptr, out_ptr, s_ptr, 
     slot = tl.load(slot_ptr + token).to(tl.int32)
     out = tl.zeros([BLOCK_D], tl.float32)
     for k in tl.static_range(TOP_K):
-        pos = tl.load(row_pos_ptr + row + k)
+        pos = _position(row_pos_ptr, expert_ptr, row + k, num_experts, DIRECT)
         weight = tl.load(weight_ptr + row + k).to(tl.float32)
         y = tl.load(y_row_ptr + pos.to(tl.int64) * D + d, mask=d_mask & (pos >= 0), other=0.0).to(tl.float32)
         out += y * tl.where(pos >= 0, weight, 0.0)
@@ -74,10 +87,10 @@ def combine_kernel(y_row_ptr, expert_ptr, weight_ptr, slot_ptr, out_ptr, s_ptr, 
             acc = tl.zeros([BLOCK_D, BLOCK_R], tl.float32)
             if odd == 0:
                 acc = _expand_rows(acc, row_pos_ptr, expert_ptr, weight_ptr, s_ptr, table, row, slot, num_experts,
-                                   s_stride, max_rank, d, d_mask, TOP_K, BLOCK_R, True, dtype)  # fmt: skip
+                                   s_stride, max_rank, d, d_mask, TOP_K, BLOCK_R, True, dtype, DIRECT)  # fmt: skip
             else:
                 acc = _expand_rows(acc, row_pos_ptr, expert_ptr, weight_ptr, s_ptr, table, row, slot, num_experts,
-                                   s_stride, max_rank, d, d_mask, TOP_K, BLOCK_R, False, dtype)  # fmt: skip
+                                   s_stride, max_rank, d, d_mask, TOP_K, BLOCK_R, False, dtype, DIRECT)  # fmt: skip
             out += tl.sum(acc, 1)
     out = tl.where(slot < num_slots, out, float("nan"))
     tl.store(out_ptr + token * D + d, out.to(out_ptr.dtype.element_ty), mask=d_mask)
@@ -86,16 +99,12 @@ def combine_kernel(y_row_ptr, expert_ptr, weight_ptr, slot_ptr, out_ptr, s_ptr, 
 @triton.jit(do_not_specialize=["num_experts", "slots_1"])
 def expand_down_kernel(y_row_ptr, s_ptr, route, table, num_experts, slots_1, s_stride, D: tl.constexpr,
                        BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SPAN_D: tl.constexpr, BLOCK_R: tl.constexpr,
-                       STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                       STAGES: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """y_row[pos] += s2[pos] B_down^T: one pair tile, SPAN_D columns a program; B is read once for its rows."""
     wait_for_previous(PDL)
-    entry = tl.program_id(1)
-    num_entries = tl.load(route.header + 1)
-    count = tl.load(route.pair_count + entry)
-    bin_id = tl.load(route.pair_bin + entry)
-    start = tl.load(route.pair_start + entry)
+    bin_id, start, count = pair_tile(route, tl.program_id(1), num_experts, slots_1, DIRECT)
     slot = bin_id % slots_1 - 1
-    if (entry < num_entries) & (count > 0) & (slot >= 0):
+    if (count > 0) & (slot >= 0):
         record = (slot * num_experts + bin_id // slots_1) * 3 + 2
         lora_rank = tl.load(table.lora_rank + record)
         address = tl.load(table.b_address + record)

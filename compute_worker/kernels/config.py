@@ -49,6 +49,8 @@ class MoEConfig:
     gate_up: GemmTile
     """In the fused path block_n counts gate columns; as many up columns sit beside them."""
     down: GemmTile
+    tail_m: int = 0
+    """Base tiles of at most this many rows run in a body of so many rows (0: all take block_m)."""
     expand_down: str = "combine"
     """Where the down delta is added: combine (row by row) | grouped (its own launch, one pair tile a program) |
     epilogue (of the down GEMM; the fused path's only choice)."""
@@ -59,10 +61,16 @@ class MoEConfig:
     act_warps: int = 4
     """Warps of an activation program."""
     block_d: int = 128
-    """Columns of a combine tile that also expands."""
+    """Columns of a combine tile that also expands rank 16; fewer for tables of wider ranks."""
     combine_warps: int = 4
     """Warps of such a combine program."""
     shrink_block_k: int = 128
+    shrink_columns: int = 128
+    """Rows of A, of gate and up side by side, that one program multiplies with its rows of x."""
+    shrink_splits: int = 1
+    """Programs that share the sum over D of a gate and up shrink (fused path; then they take all columns)."""
+    down_shrink_splits: int = 1
+    """The same for the sum over F of a down shrink."""
     pdl: bool = False
     """Programmatic dependent launch: each kernel launches while the one before it drains."""
 
@@ -85,42 +93,67 @@ def shape_key(weights: MoEWeights, top_k: int) -> str:
     return f"{experts}_k{top_k}_d{weights.hidden_size}_f{weights.intermediate_size}"
 
 
-# An expert's weight matrix up to this size stays in L2 while all programs of one of its tiles run.
-_L2_FRIENDLY_BYTES = 16 << 20
+# Programs that run together share rows of x while an expert's gate and up weights are not much larger than L2.
+_L2_FRIENDLY_BYTES = 64 << 20
+_FEW_EXPERTS = 16
+
+
+def _tile(
+    block_n: int, block_k: int, num_warps: int, num_stages: int, *, rows_first: bool, swap: bool = False
+) -> GemmTile:
+    return GemmTile(
+        block_n=block_n, block_k=block_k, num_warps=num_warps, num_stages=num_stages, swap=swap, tma=True,
+        n_fastest=rows_first,
+    )  # fmt: skip
 
 
 def rule(weights: MoEWeights, *, num_tokens: int, top_k: int) -> MoEConfig:
     """A configuration for a shape that nobody tuned, from the rows an expert can expect in the bucket."""
     rows = token_bucket(num_tokens) * top_k / weights.routed_experts
     expert_bytes = weights.gate_up_eND[0].numel() * weights.gate_up_eND.element_size()
-    # Programs of one tile side by side share x; but where an expert has more tiles, its weights must not be read twice.
-    rows_first = expert_bytes <= _L2_FRIENDLY_BYTES
-    if rows >= 96 and weights.activation.gated:
-        return MoEConfig(
-            block_m=128, pair_block_m=32, fused=True, expand_down="epilogue", shrink_block_k=64,
-            gate_up=GemmTile(block_n=128, block_k=64, num_warps=8, num_stages=4, tma=True, n_fastest=rows_first),
-            down=GemmTile(block_n=256, block_k=64, num_warps=8, num_stages=4, tma=True, n_fastest=rows_first),
-        )  # fmt: skip
-    if rows > 24:
-        tile = GemmTile(block_n=128, block_k=64, num_warps=4, num_stages=3, n_fastest=rows_first)
-        return MoEConfig(
-            block_m=64, pair_block_m=16, fused=False, gate_up=tile, down=tile, expand_down="grouped", span=3,
-            shrink_block_k=256,
-        )  # fmt: skip
+    fused = _fused_rule(weights, rows, rows_first=expert_bytes <= _L2_FRIENDLY_BYTES)
+    if fused is not None and weights.activation.gated:
+        return fused
     if rows > 8:
-        tile = GemmTile(block_n=64, block_k=128, num_warps=4, num_stages=4, tma=True, n_fastest=rows_first)
+        tile = _tile(64, 128, 4, 4, swap=True, rows_first=False)
         return MoEConfig(
-            block_m=32, pair_block_m=16, fused=False, gate_up=tile, down=tile, expand_down="grouped", span=3,
-            shrink_block_k=256,
+            block_m=32 if rows <= 24 else 64, pair_block_m=16, fused=False, gate_up=tile, down=tile,
+            expand_down="grouped", span=3, shrink_block_k=256,
         )  # fmt: skip
     # Where most rows of a token are remote, a walk over its k is mostly empty: group by pair instead.
     local = weights.routed_experts == weights.num_experts
     return MoEConfig(
         block_m=16, pair_block_m=16, fused=False, expand_down="combine" if local else "grouped", span=2,
-        gate_up=GemmTile(block_n=64, block_k=128, num_warps=4, num_stages=4, swap=True, tma=True, n_fastest=True),
-        down=GemmTile(block_n=128, block_k=128, num_warps=4, num_stages=3, swap=True, tma=True, n_fastest=True),
-        pdl=token_bucket(num_tokens) <= 32,
+        gate_up=_tile(64, 128, 4, 4, swap=True, rows_first=True), down=_tile(64, 128, 4, 4, swap=True, rows_first=True),
+        shrink_block_k=256, shrink_columns=32, pdl=token_bucket(num_tokens) <= 32,
     )  # fmt: skip
+
+
+def _fused_rule(weights: MoEWeights, rows: float, *, rows_first: bool) -> MoEConfig | None:
+    """The fused configuration for so many rows an expert; None where the split path is better."""
+    # Few experts have few pairs: several programs then share a shrink's sum, to have more bytes on their way.
+    few = weights.num_experts <= _FEW_EXPERTS
+    splits = min(4, max(1, weights.hidden_size // 1024)) if few else 1
+    down_splits = min(8, max(1, weights.intermediate_size // 2048)) if few else 1
+    if rows >= 96:
+        return MoEConfig(
+            block_m=128, tail_m=64, pair_block_m=32, fused=True, expand_down="epilogue", shrink_block_k=128,
+            gate_up=_tile(128, 64, 8, 4, rows_first=rows_first), down=_tile(256, 64, 8, 4, rows_first=rows_first),
+            shrink_splits=splits, down_shrink_splits=down_splits,
+        )  # fmt: skip
+    if rows > 24:
+        return MoEConfig(
+            block_m=64, tail_m=16, pair_block_m=16, fused=True, expand_down="epilogue", shrink_block_k=256,
+            gate_up=_tile(64, 64, 4, 4, rows_first=rows_first), down=_tile(128, 64, 4, 4, rows_first=rows_first),
+            shrink_splits=splits, down_shrink_splits=down_splits,
+        )  # fmt: skip
+    if rows > 8 and rows_first:
+        return MoEConfig(
+            block_m=32, tail_m=16, pair_block_m=16, fused=True, expand_down="epilogue", shrink_block_k=256,
+            gate_up=_tile(64, 64, 4, 4, rows_first=True), down=_tile(64, 128, 4, 3, rows_first=True),
+            shrink_splits=splits, down_shrink_splits=down_splits,
+        )  # fmt: skip
+    return None
 
 
 @cache

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from compute_worker.kernels.tiles import gathered_row, pair_tile
+
 
 @triton.jit
 def aligned_pointer(address, DTYPE: tl.constexpr):
@@ -56,59 +58,92 @@ def expand(acc, s_ptrs, row_mask, b_address, b_row, b_step, n_mask, lora_rank, B
 
 
 @triton.jit
-def shrink(x_ptrs, row_mask, s_ptrs, a_address, lora_rank, scale, K: tl.constexpr, BLOCK_M: tl.constexpr,
-           BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    """s[m, r] = scale * sum over k of x[m, k] * A[r, k] for r < lora_rank: fp32, rounded once to the model's dtype.
-
-    x_ptrs, s_ptrs: [BLOCK_M] start of each row; A [lora_rank, K] row-major, always 16-byte aligned (K is).
-    """
-    a = aligned_pointer(a_address, DTYPE)
-    r = tl.arange(0, BLOCK_R)
+def _shrink_loop(acc, x_row_ptrs, row_mask, a_row_ptrs, c_mask, k_first, k_end, K: tl.constexpr, BLOCK_K: tl.constexpr,
+                 STAGES: tl.constexpr):  # fmt: skip
     k = tl.arange(0, BLOCK_K)
-    for r0 in range(0, lora_rank, BLOCK_R):
-        r_mask = (r0 + r) < lora_rank
-        acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-        for k0 in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            if K % BLOCK_K == 0:
-                x = tl.load(x_ptrs[:, None] + (k0 + k)[None, :], mask=row_mask[:, None], other=0.0)
-                a_RK = tl.load(a + (r0 + r)[:, None] * K + (k0 + k)[None, :], mask=r_mask[:, None], other=0.0)
-            else:
-                k_mask = (k0 + k)[None, :] < K
-                x = tl.load(x_ptrs[:, None] + (k0 + k)[None, :], mask=row_mask[:, None] & k_mask, other=0.0)
-                a_RK = tl.load(a + (r0 + r)[:, None] * K + (k0 + k)[None, :], mask=r_mask[:, None] & k_mask, other=0.0)
-            acc = tl.dot(x, tl.trans(a_RK), acc, input_precision="ieee")
-        tl.store(s_ptrs[:, None] + (r0 + r)[None, :], (acc * scale).to(DTYPE), mask=row_mask[:, None] & r_mask[None, :])
+    for k0 in tl.range(k_first, k_end, BLOCK_K, num_stages=STAGES):
+        x_mask, a_mask = row_mask[:, None], c_mask[:, None]
+        if K % BLOCK_K != 0:
+            x_mask = x_mask & ((k0 + k)[None, :] < K)
+            a_mask = a_mask & ((k0 + k)[None, :] < K)
+        x = tl.load(x_row_ptrs[:, None] + (k0 + k)[None, :], mask=x_mask, other=0.0)
+        a_ptrs = tl.max_contiguous(tl.multiple_of(a_row_ptrs[:, None] + (k0 + k)[None, :], [1, 16]), [1, BLOCK_K])
+        a_CK = tl.load(a_ptrs, mask=a_mask, other=0.0)
+        acc = tl.dot(x, tl.trans(a_CK), acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit
-def shrink_tile(entry, proj, x_ptr, s_ptr, route, table, num_experts, slots_1, num_rows, s_stride,
-                K: tl.constexpr, TOP_K: tl.constexpr, FIRST_PROJ: tl.constexpr, BLOCK_M: tl.constexpr,
-                BLOCK_K: tl.constexpr,
-                BLOCK_R: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
-    """Shrink one pair tile for table column FIRST_PROJ + proj; nothing to do for base rows or absent pairs.
+def shrink_tile(pid, x_ptr, s_ptr, partial_ptr, route, table, num_experts, slots_1, num_rows, s_stride,
+                K: tl.constexpr, TOP_K: tl.constexpr, FIRST_PROJ: tl.constexpr, NUM_PROJ: tl.constexpr,
+                BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+                SPLITS: tl.constexpr, STAGES: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
+    """s[proj, pos, r] = scale * sum over k of x[row, k] * A_proj[r, k] for one pair tile.
 
-    x is indexed by token where TOP_K > 0 and by position otherwise; s is [projections, num_rows, s_stride].
+    The A of the NUM_PROJ table columns stand side by side, BLOCK_C of their rows a program, so that x is read once for
+    several; where gate and up are the same A only the gate's result is written. x is indexed by token where TOP_K > 0
+    and by position otherwise; s is [projections, num_rows, s_stride], fp32 sums rounded once to the model's dtype. A is
+    [lora_rank, K] row-major, 16-byte aligned (K is).
+    SPLITS > 1 (with all columns in one program): so many programs share K; each leaves its fp32 sums in partial
+    [SPLITS, projections, num_rows, s_stride], and the last to arrive adds them, in their order, whichever it is.
     """
-    num_entries = tl.load(route.header + 1)
-    count = tl.load(route.pair_count + entry)
-    bin_id = tl.load(route.pair_bin + entry)
-    start = tl.load(route.pair_start + entry)
+    PARTS: tl.constexpr = NUM_PROJ * BLOCK_R // BLOCK_C
+    entry = pid // (PARTS * SPLITS)
+    part = pid // SPLITS % PARTS
+    split = pid % SPLITS
+    bin_id, start, count = pair_tile(route, entry, num_experts, slots_1, DIRECT)
     slot = bin_id % slots_1 - 1
-    if (entry < num_entries) & (count > 0) & (slot >= 0):
-        record = (slot * num_experts + bin_id // slots_1) * 3 + FIRST_PROJ + proj
+    if (count > 0) & (slot >= 0):
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
+        record = (slot * num_experts + bin_id // slots_1) * 3 + FIRST_PROJ
         m = tl.arange(0, BLOCK_M)
         row_mask = m < count
         pos = start + m
-        if TOP_K > 0:
-            x_row = tl.load(route.sorted_row + pos, mask=row_mask, other=0) // TOP_K
-        else:
-            x_row = pos
+        c = part * BLOCK_C + tl.arange(0, BLOCK_C)
+        proj = c // BLOCK_R
         lora_rank = tl.load(table.lora_rank + record)
-        a_address = tl.load(table.a_address + record)
-        scale = tl.load(table.scale + record)
-        # Gate and up with one A: the gate's shrink serves both.
-        shared = (proj == 1) & (tl.load(table.a_address + record - proj) == a_address)
-        if (lora_rank > 0) & (shared == 0):
-            s_row = (proj * num_rows + pos).to(tl.int64) * s_stride
-            shrink(x_ptr + x_row.to(tl.int64) * K, row_mask, s_ptr + s_row, a_address, lora_rank, scale, K, BLOCK_M,
-                   BLOCK_K, BLOCK_R, STAGES, x_ptr.dtype.element_ty)  # fmt: skip
+        if NUM_PROJ == 2:
+            up_rank = tl.load(table.lora_rank + record + 1)
+            same_a = tl.load(table.a_address + record) == tl.load(table.a_address + record + 1)
+            up_rank = tl.where(same_a, 0, up_rank)
+        else:
+            up_rank = 0
+        address_c = tl.load(table.a_address + record + proj)
+        scale_c = tl.load(table.scale + record + proj)
+        rank_c = tl.where(proj == 0, lora_rank, up_rank)
+        if BLOCK_C <= BLOCK_R:
+            # All columns are of one projection, and past its rank there is nothing to do.
+            end = tl.where(part * BLOCK_C // BLOCK_R == 0, lora_rank, up_rank) - part * BLOCK_C % BLOCK_R
+        else:
+            end = tl.maximum(lora_rank, up_rank)
+        a = ((address_c // 16) * 16).to(tl.pointer_type(dtype))
+        x_row_ptrs = x_ptr + gathered_row(route, pos, row_mask, TOP_K, DIRECT) * K
+        s_offsets = (proj[None, :] * num_rows + pos[:, None]).to(tl.int64) * s_stride
+        SPAN_K: tl.constexpr = ((K + SPLITS - 1) // SPLITS + BLOCK_K - 1) // BLOCK_K * BLOCK_K
+        k_first = split * SPAN_K
+        k_end = tl.minimum(k_first + SPAN_K, K)
+        for r0 in range(0, end, BLOCK_R):
+            r = r0 + c % BLOCK_R
+            acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+            acc = _shrink_loop(acc, x_row_ptrs, row_mask, a + r.to(tl.int64) * K, r < rank_c, k_first, k_end, K,
+                               BLOCK_K, STAGES)  # fmt: skip
+            mask = row_mask[:, None] & (r < rank_c)[None, :]
+            if SPLITS == 1:
+                tl.store(s_ptr + s_offsets + r[None, :], (acc * scale_c[None, :]).to(dtype), mask=mask)
+            else:
+                rows = (split * NUM_PROJ * num_rows).to(tl.int64) * s_stride
+                tl.store(partial_ptr + rows + s_offsets + r[None, :], acc, mask=mask)
+        if SPLITS > 1:
+            tl.debug_barrier()
+            arrived = tl.atomic_add(route.pair_done + entry, 1, sem="acq_rel", scope="gpu")
+            if arrived == SPLITS - 1:
+                for r0 in range(0, end, BLOCK_R):
+                    r = r0 + c % BLOCK_R
+                    mask = row_mask[:, None] & (r < rank_c)[None, :]
+                    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+                    for i in tl.static_range(SPLITS):
+                        rows = (i * NUM_PROJ * num_rows).to(tl.int64) * s_stride
+                        acc += tl.load(partial_ptr + rows + s_offsets + r[None, :], mask=mask, other=0.0,
+                                       cache_modifier=".cg")  # fmt: skip
+                    tl.store(s_ptr + s_offsets + r[None, :], (acc * scale_c[None, :]).to(dtype), mask=mask)
+                tl.store(route.pair_done + entry, 0)

@@ -19,12 +19,14 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from compute_worker.kernels.activation import activation_kernel
-from compute_worker.kernels.adapter_table import AdapterTable, TablePointers
+from compute_worker.kernels.adapter_table import AdapterTable, KernelTable
 from compute_worker.kernels.combine import combine_kernel, expand_down_kernel
 from compute_worker.kernels.config import GemmTile, MoEConfig, choose_config
 from compute_worker.kernels.gemm import expert_gemm_kernel, gate_up_act_kernel, shrink_kernel
 from compute_worker.kernels.layout import MoEWeights
-from compute_worker.kernels.route import Route, build_route, max_base_tiles, max_pair_tiles
+from compute_worker.kernels.route import Route, build_route, max_base_tiles, max_pair_tiles, unsorted_route
+
+_SHRINK_STAGE_BYTES = 24 << 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +44,8 @@ class _Step:
     num_rows: int
     base_tiles: int
     pair_tiles: int
+    direct: int
+    """Rows of a step of one token, which needs no sort; 0 where `route` holds a sorted order."""
 
     @property
     def slots_1(self) -> int:
@@ -50,7 +54,7 @@ class _Step:
     @property
     def pointers(self) -> Any:
         """The table's tensors; the route stands in where no kernel reads them."""
-        return self.table.pointers if self.table else TablePointers(*([self.route.header] * 4))
+        return self.table.for_kernels if self.table else KernelTable(*([self.route.header] * 5))
 
     @property
     def block_r(self) -> int:
@@ -63,8 +67,17 @@ class _Step:
 
     @property
     def pdl(self) -> dict[str, bool]:
-        on = self.config.pdl and self.x_TD.is_cuda
+        on = self.config.pdl and on_gpu(self.x_TD)
         return {"PDL": on, "launch_pdl": on}
+
+    def shrink_blocks(self, num_proj: int, splits: int = 1) -> dict[str, int]:
+        """Blocks of a shrink of num_proj projections: about as many bytes a stage whatever the ranks, so that wide
+        adapters do not take the GEMM's programs their room beside each other."""
+        all_columns = num_proj * self.block_r
+        columns = all_columns if splits > 1 else min(all_columns, max(16, self.config.shrink_columns))
+        row_bytes = self.x_TD.element_size() * (self.config.pair_block_m + columns)
+        largest = 1 << (_SHRINK_STAGE_BYTES // row_bytes).bit_length() - 1
+        return {"columns": columns, "block_k": max(32, min(self.config.shrink_block_k, largest)), "stages": 4}
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.x_TD.dtype, device=self.x_TD.device)
@@ -101,15 +114,19 @@ def moe(
         config = choose_config(weights, num_tokens=num_tokens, top_k=top_k, device_name=_device_name(x_TD.device))
     num_slots = adapter_table.num_slots if adapter_table else 0
     e, n = weights.num_experts, num_tokens * top_k
-    route = build_route(
-        topk_expert_TK, adapter_slot_T, num_experts=e, num_slots=num_slots, block_m=config.block_m,
-        pair_block_m=config.pair_block_m, pdl=config.pdl and x_TD.is_cuda,
-    )  # fmt: skip
+    direct = n if num_tokens == 1 else 0
+    if direct:
+        route = unsorted_route(topk_expert_TK, adapter_slot_T)
+    else:
+        route = build_route(
+            topk_expert_TK, adapter_slot_T, num_experts=e, num_slots=num_slots, block_m=config.block_m,
+            pair_block_m=config.pair_block_m, pdl=config.pdl and on_gpu(x_TD),
+        )  # fmt: skip
     step = _Step(
         x_TD=x_TD, topk_expert_TK=topk_expert_TK, topk_weight_TK=topk_weight_TK, adapter_slot_T=adapter_slot_T,
         weights=weights, table=adapter_table, config=config, route=route, num_rows=n,
-        base_tiles=max_base_tiles(n, e, config.block_m),
-        pair_tiles=max_pair_tiles(n, e, num_slots, config.pair_block_m),
+        base_tiles=direct or max_base_tiles(n, e, config.block_m),
+        pair_tiles=direct or max_pair_tiles(n, e, num_slots, config.pair_block_m), direct=direct,
     )  # fmt: skip
     act_nF = _gate_up_fused(step, top_k) if config.fused else _gate_up_split(step, top_k)
     y_nD, down_s = _down(step, act_nF)
@@ -135,7 +152,7 @@ def _gate_up_split(step: _Step, top_k: int) -> torch.Tensor:
         w.swiglu_alpha, w.swiglu_limit, F=f, GATED=gated, INTERLEAVED=w.interleaved, ACTIVATION=int(w.activation),
         HAS_LORA=table is not None, BLOCK_M=config.pair_block_m, BLOCK_F=config.block_f,
         SPAN_F=config.block_f * config.span, BLOCK_R=step.block_r, STAGES=3 if config.span > 1 else 1,
-        num_warps=config.act_warps, **step.pdl,
+        DIRECT=step.direct, num_warps=config.act_warps, **step.pdl,
     )  # fmt: skip
     return act
 
@@ -147,17 +164,21 @@ def _gate_up_fused(step: _Step, top_k: int) -> torch.Tensor:
         raise ValueError(f"the fused path needs a gated activation, got {w.activation.name}: use a split configuration")
     s = step.shrunk(2)
     if step.table is not None:
-        _shrink(step, step.x_TD, s, top_k, 0, 2)
+        _shrink(step, step.x_TD, s, top_k, 0, 2, config.shrink_splits)
     f, d = w.intermediate_size, w.hidden_size
     act = step.empty(step.num_rows, f)
     tma = tile.tma and not w.interleaved and f % tile.block_n == 0
+    # From 64 rows on the columns of a product lie in each thread's registers, so that gate and up part for nothing.
+    # Deltas want two accumulators from the start: parted before them, they cost more than one product saves.
+    wide = tma and config.block_m >= 64 and step.table is None
     gate_up_act_kernel[(step.base_tiles * triton.cdiv(f, tile.block_n),)](
-        step.x_TD, _weight(w.gate_up_eND, tile, tma), _bias(w.gate_up_bias_eN, act), act, s, step.route,
+        step.x_TD, _gate_up_weight(w.gate_up_eND, tile, tma, wide), _bias(w.gate_up_bias_eN, act), act, s, step.route,
         step.pointers, w.num_experts, step.slots_1, step.num_rows, step.s_stride, w.swiglu_alpha, w.swiglu_limit,
         F=f, K=d, TOP_K=top_k, INTERLEAVED=w.interleaved, ACTIVATION=int(w.activation),
         HAS_LORA=step.table is not None, HAS_BIAS=w.gate_up_bias_eN is not None, BLOCK_M=config.block_m,
-        BLOCK_F=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages, USE_TMA=tma, N_FASTEST=tile.n_fastest,
-        BLOCK_R=step.block_r, num_warps=tile.num_warps, **step.pdl,
+        TAIL_M=config.tail_m, BLOCK_F=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages, USE_TMA=tma,
+        WIDE=wide, N_FASTEST=tile.n_fastest, BLOCK_R=step.block_r, DIRECT=step.direct, num_warps=tile.num_warps,
+        **step.pdl,
     )  # fmt: skip
     return act
 
@@ -170,7 +191,7 @@ def _down(step: _Step, act_nF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     if step.table is None:
         _gemm(step, act_nF, w.down_eDF, w.down_bias_eD, y, s, config.down, 0, 2, 0)
     elif config.expand_down == "epilogue":
-        _shrink(step, act_nF, s, 0, 2, 1)
+        _shrink(step, act_nF, s, 0, 2, 1, config.down_shrink_splits)
         _gemm(step, act_nF, w.down_eDF, w.down_bias_eD, y, s, config.down, 0, 2, 0, expand_proj=2)
     else:
         _gemm(step, act_nF, w.down_eDF, w.down_bias_eD, y, s, config.down, 0, 2, 1)
@@ -179,7 +200,7 @@ def _down(step: _Step, act_nF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
             expand_down_kernel[(triton.cdiv(w.hidden_size, block_d * config.span), step.pair_tiles)](
                 y, s, step.route, step.pointers, w.num_experts, step.slots_1, step.s_stride, D=w.hidden_size,
                 BLOCK_M=config.pair_block_m, BLOCK_D=block_d, SPAN_D=block_d * config.span, BLOCK_R=step.block_r,
-                STAGES=3 if config.span > 1 else 1, num_warps=4, **step.pdl,
+                STAGES=3 if config.span > 1 else 1, DIRECT=step.direct, num_warps=4, **step.pdl,
             )  # fmt: skip
     return y, s
 
@@ -188,13 +209,15 @@ def _combine(step: _Step, y_nD: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     w, config = step.weights, step.config
     num_tokens, top_k = step.topk_expert_TK.shape
     expands = step.table is not None and config.expand_down == "combine"
-    # A plain sum wants long rows; with expands the tile of B is BLOCK_D x 16 for each k.
-    block_d = config.block_d if expands else min(1024, triton.next_power_of_2(w.hidden_size))
+    # A plain sum wants long rows; with expands the tile of B is BLOCK_D x BLOCK_R for each k.
+    block_r = step.block_r if expands else 16
+    block_d = max(16, config.block_d * 16 // block_r) if expands else min(1024, triton.next_power_of_2(w.hidden_size))
     y_TD = torch.empty_like(step.x_TD)
     combine_kernel[(num_tokens, triton.cdiv(w.hidden_size, block_d))](
         y_nD, step.topk_expert_TK, step.topk_weight_TK, step.adapter_slot_T, y_TD, s, step.route.row_pos,
         step.pointers, w.num_experts, step.slots_1 - 1, step.s_stride, D=w.hidden_size, TOP_K=top_k, HAS_LORA=expands,
-        BLOCK_D=block_d, BLOCK_R=16, num_warps=config.combine_warps if expands else 4, **step.pdl,
+        BLOCK_D=block_d, BLOCK_R=block_r, DIRECT=step.direct, num_warps=config.combine_warps if expands else 4,
+        **step.pdl,
     )  # fmt: skip
     return y_TD
 
@@ -215,23 +238,31 @@ def _gemm(
     """Launch expert_gemm_kernel; shrinks (num_proj > 0) and the expand (expand_proj >= 0) need a table."""
     _, n, k = weight_eNK.shape
     num_proj = num_proj if step.table is not None else 0
-    num_shrink = step.pair_tiles * num_proj
     tma = tile.tma and n % tile.block_n == 0
+    shrink = step.shrink_blocks(max(num_proj, 1))
+    num_shrink = step.pair_tiles * num_proj * step.block_r // shrink["columns"]
     expert_gemm_kernel[(num_shrink + step.base_tiles * triton.cdiv(n, tile.block_n),)](
         x, _weight(weight_eNK, tile, tma), _bias(bias_eN, out), out, s, step.route, step.pointers, num_shrink,
         step.weights.num_experts, step.slots_1, step.num_rows, step.s_stride, N=n, K=k, TOP_K=top_k,
         SHRINK_PROJ=shrink_proj, NUM_PROJ=num_proj, EXPAND_PROJ=expand_proj, HAS_BIAS=bias_eN is not None,
-        BLOCK_M=step.config.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages,
-        SWAP=tile.swap, USE_TMA=tma, N_FASTEST=tile.n_fastest, PAIR_BLOCK_M=step.config.pair_block_m,
-        SHRINK_BLOCK_K=step.config.shrink_block_k, BLOCK_R=step.block_r, num_warps=tile.num_warps, **step.pdl,
+        BLOCK_M=step.config.block_m, TAIL_M=step.config.tail_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        STAGES=tile.num_stages, SWAP=tile.swap, USE_TMA=tma, N_FASTEST=tile.n_fastest,
+        PAIR_BLOCK_M=step.config.pair_block_m, SHRINK_BLOCK_C=shrink["columns"], SHRINK_BLOCK_K=shrink["block_k"],
+        SHRINK_STAGES=shrink["stages"], BLOCK_R=step.block_r, DIRECT=step.direct, num_warps=tile.num_warps, **step.pdl,
     )  # fmt: skip
 
 
-def _shrink(step: _Step, x: torch.Tensor, s: torch.Tensor, top_k: int, first_proj: int, num_proj: int) -> None:
-    shrink_kernel[(step.pair_tiles * num_proj,)](
-        x, s, step.route, step.pointers, step.weights.num_experts, step.slots_1, step.num_rows, step.s_stride,
+def _shrink(
+    step: _Step, x: torch.Tensor, s: torch.Tensor, top_k: int, first_proj: int, num_proj: int, splits: int
+) -> None:
+    splits = 1 if step.direct else splits
+    blocks = step.shrink_blocks(num_proj, splits)
+    partial = torch.empty((splits, *s.shape), dtype=torch.float32, device=s.device) if splits > 1 else s
+    shrink_kernel[(step.pair_tiles * splits * num_proj * step.block_r // blocks["columns"],)](
+        x, s, partial, step.route, step.pointers, step.weights.num_experts, step.slots_1, step.num_rows, step.s_stride,
         K=x.shape[1], TOP_K=top_k, FIRST_PROJ=first_proj, NUM_PROJ=num_proj, PAIR_BLOCK_M=step.config.pair_block_m,
-        BLOCK_K=step.config.shrink_block_k, BLOCK_R=step.block_r, STAGES=4, num_warps=4, **step.pdl,
+        BLOCK_C=blocks["columns"], BLOCK_K=blocks["block_k"], BLOCK_R=step.block_r, SPLITS=splits,
+        STAGES=blocks["stages"], DIRECT=step.direct, num_warps=4, **step.pdl,
     )  # fmt: skip
 
 
@@ -243,9 +274,23 @@ def _weight(weight_eNK: torch.Tensor, tile: GemmTile, tma: bool) -> Any:
     return TensorDescriptor(weight_eNK, [e * n, k], [k, 1], [tile.block_n, tile.block_k])
 
 
+def _gate_up_weight(weight_eND: torch.Tensor, tile: GemmTile, tma: bool, wide: bool) -> Any:
+    """As `_weight`, or as a descriptor whose blocks hold gate rows and the up rows beside them."""
+    if not wide:
+        return _weight(weight_eND, tile, tma)
+    e, n, k = weight_eND.shape
+    halves = weight_eND.view(2 * e, n // 2, k)
+    return TensorDescriptor(halves, list(halves.shape), [n // 2 * k, k, 1], [2, tile.block_n, tile.block_k])
+
+
 def _bias(bias_eN: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
     """The bias; another tensor stands in where no kernel reads it."""
     return other if bias_eN is None else bias_eN
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether launches may use what only GPUs have; "meta" tensors stand for a GPU's when kernels are only compiled."""
+    return tensor.is_cuda or tensor.is_meta
 
 
 @cache

@@ -48,6 +48,8 @@ class Route(NamedTuple):
     pair_start: torch.Tensor
     pair_count: torch.Tensor
     """0 in entries that hold no tile (the one-launch path leaves gaps)."""
+    pair_done: torch.Tensor
+    """0: programs that share a pair tile count themselves here, and the last leaves 0 again."""
 
 
 @triton.jit
@@ -130,6 +132,7 @@ def route_small_kernel(expert_ptr, slot_ptr, route, num_rows, num_experts, slots
     tl.store(route.pair_bin + pos, bin_i, mask=in_range)
     tl.store(route.pair_start + pos, pos, mask=in_range)
     tl.store(route.pair_count + pos, pair_count, mask=in_range)
+    tl.store(route.pair_done + pos, 0, mask=in_range)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_experts", "slots_1"])
@@ -199,6 +202,7 @@ def place_kernel(expert_ptr, slot_ptr, bin_count_ptr, bin_start_ptr, pair_first_
     tl.store(route.pair_bin + pair, bin_id, mask=starts_pair)
     tl.store(route.pair_start + pair, pos, mask=starts_pair)
     tl.store(route.pair_count + pair, tl.minimum(count - rank, PAIR_BLOCK_M), mask=starts_pair)
+    tl.store(route.pair_done + pair, 0, mask=starts_pair)
 
 
 def max_base_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
@@ -211,6 +215,15 @@ def max_pair_tiles(num_rows: int, num_experts: int, num_slots: int, pair_block_m
     if num_rows <= SMALL_ROWS:
         return num_rows
     return min(num_rows, num_experts * (num_slots + 1) + num_rows // pair_block_m)
+
+
+def unsorted_route(topk_expert_1K: torch.Tensor, adapter_slot_1: torch.Tensor) -> Route:
+    """The inputs of a step of one token in the fields that `tiles` reads with DIRECT; launches nothing.
+
+    A token's experts are all different, so every row is a tile of its own and keeps its place.
+    """
+    experts = topk_expert_1K.flatten()
+    return Route(*([experts] * len(Route._fields)))._replace(header=adapter_slot_1)
 
 
 def build_route(
@@ -232,7 +245,7 @@ def build_route(
     device, slots_1 = topk_expert_TK.device, num_slots + 1
     num_tiles = max_base_tiles(n, num_experts, block_m)
     num_pairs = max_pair_tiles(n, num_experts, num_slots, pair_block_m)
-    sizes = [2, n, n, n, n, num_tiles, num_tiles, num_tiles, num_pairs, num_pairs, num_pairs]
+    sizes = [2, n, n, n, n, *[num_tiles] * 3, *[num_pairs] * 4]
     # One allocation; every part starts at a multiple of 4 integers so that kernels see aligned pointers.
     padded = [triton.cdiv(size, 4) * 4 for size in sizes]
     buffer = torch.empty(sum(padded), dtype=torch.int32, device=device)

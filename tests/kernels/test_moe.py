@@ -34,12 +34,19 @@ CONFIGS = {
         SPLIT, block_m=32, expand_down="grouped", block_f=16, span=2, gate_up=_WIDE_TILE, down=_WIDE_TILE
     ),
     "fused": dataclasses.replace(
-        SPLIT, block_m=32, fused=True, expand_down="epilogue", down=_WIDE_TILE, shrink_block_k=64
+        SPLIT, block_m=32, tail_m=16, fused=True, expand_down="epilogue", down=_WIDE_TILE, shrink_block_k=64
     ),
 }
 FULL = {"gate": [16] * 4, "up": [16] * 4, "down": [16] * 4}
 MIXED = {"gate": [1, 3, 8, 16], "up": [64, 0, 1, 3], "down": [3, 64, 16, 8]}
 SHARED_A = {"gate_up": [8, 1, 16, 3], "down": [16, 3, 8, 1]}
+WHOLE_BLOCKS = {
+    0: (FULL, 1),
+    1: ({"gate": [8, 24, 64, 16], "up": [64, 0, 8, 16], "down": [16, 64, 0, 8]}, 2),
+    2: ({"gate_up": [8, 72, 16, 0], "down": [24, 0, 8, 16]}, 3),
+    3: ({"down": [8] * 4}, 4),
+}
+"""Ranks that are multiples of 8: in a GEMM's epilogue they are columns side by side."""
 ADAPTERS = {0: (FULL, 1), 1: (MIXED, 2), 3: (SHARED_A, 3), 4: ({"down": [0, 5, 0, 2]}, 4), 5: ({"up": [7, 0, 0, 9]}, 5)}
 
 
@@ -60,6 +67,51 @@ def test_mixed_adapters_match_reference(name, num_tokens):
     assert relative_error(got, expected) < TOLERANCE
     base = batch[3] == -1
     assert not base.any() or relative_error(got[base], expected[base]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name, interleaved", [("split", False), ("fused", True)])
+def test_ranks_of_whole_blocks_match_reference(name, interleaved):
+    """More adapters in a tile than one step of the epilogue takes, and one of more ranks than a step."""
+    shape = Shape(interleaved=interleaved)
+    batch = make_batch(shape, 13, [1, -1, 0, 2, 3, 2, 1])
+    got, expected = _run(shape, batch, CONFIGS[name], WHOLE_BLOCKS, max_lora_rank=128)
+    assert relative_error(got, expected) < TOLERANCE
+
+
+def test_a_last_tile_of_few_rows():
+    """69 rows of an expert take bodies of 64 and 16, weights by descriptors; two programs share a shrink's sum."""
+    tile = dataclasses.replace(_TILE, tma=True)
+    config = dataclasses.replace(
+        CONFIGS["fused"], block_m=64, gate_up=tile, down=dataclasses.replace(tile, block_n=16), shrink_splits=2,
+        shrink_block_k=32,
+    )  # fmt: skip
+    shape = Shape(top_k=1)
+    batch = make_batch(shape, 70, [0, 1, 3, -1])
+    batch[1][:] = 1
+    batch[1][-1] = 3
+    got, expected = _run(shape, batch, config, WHOLE_BLOCKS, max_lora_rank=128)
+    assert relative_error(got, expected) < TOLERANCE
+    base_rows = batch[3] == -1
+    base = moe(*batch[:3], torch.full_like(batch[3], -1), make_weights(shape), None, config=config)
+    assert relative_error(base[base_rows], expected[base_rows]) < TOLERANCE
+    # The interpreter multiplies by numpy, whose sums depend on how many rows a product has.
+    assert DEVICE.type == "cpu" or torch.equal(base[base_rows], got[base_rows])
+
+
+@pytest.mark.parametrize("name", ["split", "fused"])
+@pytest.mark.parametrize(
+    "slot, remote", [(0, None), (1, 0), (9, None)], ids=["adapter", "remote_expert", "no_such_slot"]
+)
+def test_one_token_needs_no_sort(name, slot, remote):
+    shape = Shape(top_k=3)
+    batch = make_batch(shape, 1, [slot])
+    if remote is not None:
+        batch[1][0, remote] = -1
+    got, expected = _run(shape, batch, CONFIGS[name], WHOLE_BLOCKS, max_lora_rank=128)
+    if slot == 9:
+        assert torch.isnan(got).all()
+    else:
+        assert relative_error(got, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", CONFIGS)

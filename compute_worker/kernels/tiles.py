@@ -1,0 +1,75 @@
+"""Which tile a program works on, read from the route, or straight from the inputs where nothing needs sorting.
+
+DIRECT: number of rows of a step of one token, whose experts are all different, so that each row is a tile of its own at
+the position of its row id and no launch has to sort; 0 where the step was sorted.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def base_tile(route, index, num_experts, NUM_N_BLOCKS: tl.constexpr, N_FASTEST: tl.constexpr,
+              DIRECT: tl.constexpr):  # fmt: skip
+    """(is there a tile, n block, expert, start, count) of a program.
+
+    N_FASTEST: programs that run together share rows of x; else (all tiles of one n block are neighbours) they share
+    weights where an expert has several tiles. Either way the programs without a tile come last.
+    """
+    if DIRECT > 0:
+        num_tiles = DIRECT
+    else:
+        num_tiles = tl.load(route.header)
+    if N_FASTEST:
+        tile = index // NUM_N_BLOCKS
+        n_block = index % NUM_N_BLOCKS
+    else:
+        n_block = index // tl.maximum(num_tiles, 1)
+        tile = index - n_block * num_tiles
+    valid = index < num_tiles * NUM_N_BLOCKS
+    if DIRECT > 0:
+        expert = tl.load(route.tile_expert + tile, mask=valid, other=-1).to(tl.int32)
+        valid = valid & (expert >= 0) & (expert < num_experts)
+        start = tile
+        count = tl.where(valid, 1, 0)
+    else:
+        expert = tl.load(route.tile_expert + tile, mask=valid, other=0)
+        start = tl.load(route.tile_start + tile, mask=valid, other=0)
+        count = tl.load(route.tile_count + tile, mask=valid, other=0)
+    return valid, n_block, expert, start, count
+
+
+@triton.jit
+def pair_tile(route, entry, num_experts, slots_1, DIRECT: tl.constexpr):
+    """(bin, start, count) of a pair tile; count 0 where the entry holds none.
+
+    All loads are inside their arrays whether or not there is a tile, so that none waits for another.
+    """
+    if DIRECT > 0:
+        expert = tl.load(route.tile_expert + entry).to(tl.int32)
+        slot = tl.load(route.header).to(tl.int32)
+        slot = tl.where(slot < slots_1 - 1, slot, -1)
+        bin_id = expert * slots_1 + slot + 1
+        start = entry
+        count = tl.where((expert >= 0) & (expert < num_experts), 1, 0)
+    else:
+        num_entries = tl.load(route.header + 1)
+        count = tl.load(route.pair_count + entry)
+        bin_id = tl.load(route.pair_bin + entry)
+        start = tl.load(route.pair_start + entry)
+        count = tl.where(entry < num_entries, count, 0)
+    return bin_id, start, count
+
+
+@triton.jit
+def gathered_row(route, pos, row_mask, TOP_K: tl.constexpr, DIRECT: tl.constexpr):
+    """Row of x: the token of the position's row, or the position itself where TOP_K is 0; int64."""
+    if TOP_K == 0:
+        x_row = pos
+    elif DIRECT > 0:
+        x_row = pos // TOP_K
+    else:
+        x_row = tl.load(route.sorted_row + pos, mask=row_mask, other=0) // TOP_K
+    return x_row.to(tl.int64)
