@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -57,6 +58,7 @@ class Layer:
 
     shape: Shape
     weights: list[MoEWeights] = field(default_factory=list)
+    _routings: dict[int, list[Batch]] = field(default_factory=dict)
 
     @classmethod
     def random(cls, shape: Shape, device: torch.device) -> Layer:
@@ -75,22 +77,31 @@ class Layer:
 
     def batches(self, *, num_tokens: int, num_adapters: int, half: bool, seed: int) -> list[Batch]:
         """As many batches as a graph holds calls (8 up to 256 tokens, 2 above): own inputs, routing and slots each."""
-        s, device = self.shape, self.weights[0].down_eDF.device
-        # Two generators: the routing of a seed is the same whatever the adapters are.
-        g, slot_g = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1)
+        if num_tokens not in self._routings:
+            self._routings[num_tokens] = self._routed(num_tokens, seed)
+        slot_g = torch.Generator().manual_seed(seed + 1)
         out = []
-        for _ in range(8 if num_tokens <= 256 else 2):
-            expert = torch.rand(num_tokens, s.routed_experts, generator=g).topk(s.top_k, dim=1).indices
+        for batch in self._routings[num_tokens]:
             slot = torch.randint(max(num_adapters, 1), (num_tokens,), generator=slot_g)
             if half:
                 slot[torch.rand(num_tokens, generator=slot_g) < 0.5] = -1
+            out.append(replace(batch, slot_T=slot.to(torch.int32).to(batch.x_TD.device)))
+        return out
+
+    def _routed(self, num_tokens: int, seed: int) -> list[Batch]:
+        """Inputs and routings of a token count, the same whatever the adapters are; without adapters."""
+        s, device = self.shape, self.weights[0].down_eDF.device
+        g = torch.Generator().manual_seed(seed)
+        out = []
+        for _ in range(8 if num_tokens <= 256 else 2):
+            expert = torch.rand(num_tokens, s.routed_experts, generator=g).topk(s.top_k, dim=1).indices
             weight = torch.rand(num_tokens, s.top_k, generator=g)
             out.append(
                 Batch(
                     x_TD=_random((num_tokens, s.hidden_size), 1.0, device),
                     expert_TK=torch.where(expert < s.num_experts, expert, -1).to(torch.int32).to(device),
                     weight_TK=(weight / weight.sum(1, keepdim=True)).to(device),
-                    slot_T=slot.to(torch.int32).to(device),
+                    slot_T=torch.full((num_tokens,), -1, dtype=torch.int32, device=device),
                 )
             )
         return out
@@ -129,18 +140,21 @@ def random_adapter(shape: Shape, rank: int, device: torch.device) -> LayerAdapte
     }
 
 
-def floor_us(shape: Shape, batches: Sequence[Batch], ranks: Sequence[int]) -> float:
+def floor_us(shape: Shape, batches: Sequence[Batch], ranks: Sequence[int], *, base: bool = True) -> float:
     """Mean over batches of max(bytes / copy rate, FLOPs / matrix rate): each needed weight, x and y moved once.
 
-    ranks: lora rank by slot; empty for the base layer. Intermediates are not counted.
+    ranks: lora rank by slot; empty for the base layer. base: count the base layer's work too, else only that of the
+    hit (adapter, expert) pairs. Intermediates are not counted.
     """
     d, f = shape.hidden_size, shape.intermediate_size
     total = 0.0
     for batch in batches:
         expert, slot = batch.expert_TK.cpu(), batch.slot_T.cpu()
         local = expert >= 0
-        num_bytes = 2 * (int(expert[local].unique().numel()) * 3 * d * f + 2 * batch.x_TD.numel())
-        flops = int(local.sum()) * 6 * d * f
+        num_bytes = flops = 0
+        if base:
+            num_bytes = 2 * (int(expert[local].unique().numel()) * 3 * d * f + 2 * batch.x_TD.numel())
+            flops = int(local.sum()) * 6 * d * f
         if ranks:
             rows = local & (slot >= 0)[:, None]
             pair = (expert * len(ranks) + slot[:, None])[rows]
@@ -171,8 +185,11 @@ def graph_us(calls: Sequence[Callable[[], object]], replays: int) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    for _ in range(3):
+    # A GPU that idled runs slowly at first, which a graph of microseconds would not outlast.
+    warm_until = time.monotonic() + 0.02
+    while time.monotonic() < warm_until:
         graph.replay()
+        torch.cuda.synchronize()
     times = []
     for _ in range(replays):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

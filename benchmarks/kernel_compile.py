@@ -1,0 +1,119 @@
+"""Compile the expert layer's kernels in processes that never touch the GPU.
+
+Each job runs `moe` on tensors without memory, with launches that stop after compiling; what it compiled lies in
+Triton's disk cache, where the measuring process finds it. So compiling uses all cores while the GPU measures, and costs
+none of its memory.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterable
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.kernel_layer import SHAPES, Shape
+from compute_worker.kernels import AdapterTable, MoEConfig, MoEWeights, moe
+
+_META = torch.device("meta")
+
+
+def shape_weights(shape: Shape, device: torch.device = _META) -> MoEWeights:
+    """Weights of a shape that hold nothing yet."""
+    e, d, f = shape.num_experts, shape.hidden_size, shape.intermediate_size
+    return MoEWeights(
+        gate_up_eND=torch.empty((e, 2 * f, d), dtype=torch.bfloat16, device=device),
+        down_eDF=torch.empty((e, d, f), dtype=torch.bfloat16, device=device),
+        num_routed_experts=shape.routed_experts,
+    )
+
+
+def _table(shape: Shape, max_lora_rank: int, num_slots: int) -> AdapterTable:
+    return AdapterTable(
+        num_slots=num_slots, num_experts=shape.num_experts, hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size, max_lora_rank=max_lora_rank, dtype=torch.bfloat16, device=_META,
+    )  # fmt: skip
+
+
+class _TargetOnly:
+    """As much of a Triton driver as compiling asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+
+def _begin(capability: int) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    driver.set_active(_TargetOnly(capability))
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    JITFunction.run = compile_only
+
+
+def _compile(shape_name: str, num_tokens: int, max_lora_rank: int, config: dict[str, Any], num_slots: int) -> str:
+    """Empty, or why this configuration cannot be compiled."""
+    shape = SHAPES[shape_name]
+    t, k = num_tokens, shape.top_k
+    try:
+        moe(
+            torch.empty((t, shape.hidden_size), dtype=torch.bfloat16, device=_META),
+            torch.empty((t, k), dtype=torch.int32, device=_META),
+            torch.empty((t, k), device=_META),
+            torch.empty(t, dtype=torch.int32, device=_META),
+            shape_weights(shape),
+            _table(shape, max_lora_rank, num_slots) if max_lora_rank else None,
+            config=MoEConfig.from_dict(config),
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:200]
+    return ""
+
+
+class CompileAhead:
+    """A pool of compiling processes; jobs run in the order in which they were asked for."""
+
+    def __init__(self, processes: int) -> None:
+        major, minor = torch.cuda.get_device_capability()
+        self._pool = ProcessPoolExecutor(
+            processes, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(10 * major + minor,)
+        )
+        self._jobs: dict[tuple[str, int, int, str], Future[str]] = {}
+
+    def ask(self, shape: str, num_tokens: int, ranks: Iterable[int], config: MoEConfig, num_slots: int = 8) -> None:
+        """Compile what a step of num_tokens launches with tables of each rank limit (0: without a table)."""
+        for rank in ranks:
+            key = (shape, num_tokens, rank, str(config))
+            if key not in self._jobs:
+                job = partial(_compile, shape, num_tokens, rank, config.to_dict(), num_slots)
+                self._jobs[key] = self._pool.submit(job)
+
+    def wait(self, shape: str, num_tokens: int, rank: int, config: MoEConfig) -> str:
+        """Empty, or why it cannot be compiled; "" at once for what nobody asked for."""
+        job = self._jobs.get((shape, num_tokens, rank, str(config)))
+        return job.result(timeout=600) if job else ""
+
+    def close(self) -> None:
+        """Ends the processes; jobs that have not begun are dropped."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
