@@ -36,6 +36,9 @@ _TOP_K_KEYS = (
     "moe_num_active_experts",
 )
 
+# Jamba's mixer multiplies by this matrix itself, so a pair on the module would change nothing.
+_READ_AS_A_MATRIX = (".mamba.dt_proj",)
+
 _log = structlog.get_logger()
 
 
@@ -139,7 +142,11 @@ def _dense_modules(model: PreTrainedModel, moe_layers: tuple[MoELayerSpec, ...])
         is_matrix = isinstance(weight, nn.Parameter) and weight.dim() == 2
         # A router is no nn.Linear in most families, but uses its matrix as one.
         is_router = is_matrix and path.rpartition(".")[0] in blocks and not isinstance(module, nn.Embedding)
-        if path.startswith(experts) or not (isinstance(module, nn.Linear) or is_router):
+        if (
+            path.startswith(experts)
+            or path.endswith(_READ_AS_A_MATRIX)
+            or not (isinstance(module, nn.Linear) or is_router)
+        ):
             continue
         if path != family.lm_head_path and _LAYER_NUMBER.search(f"{path}.") is not None:
             assert isinstance(weight, nn.Parameter)

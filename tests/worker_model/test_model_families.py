@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +49,6 @@ def _randomize_stored_tables(path: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-def _served(rank: Rank) -> ModelSpec:
-    """The spec with the modules whose pairs take effect: all but one that Jamba's code multiplies by hand."""
-    by_hand = {module for module in rank.spec.dense_modules if module.module.endswith("mamba.dt_proj")}
-    served = tuple(module for module in rank.spec.dense_modules if module not in by_hand)
-    assert rank.runner.dense_modules == served, "a linear map whose pairs would have no effect"
-    return dataclasses.replace(rank.spec, dense_modules=served)
-
-
 def _ranks_of(spec: ModelSpec) -> list[dict[str, int]]:
     if spec.moe_layers[0].gate_up_layout is GateUpLayout.NOT_GATED:
         return [{"up": 3, "down": 2}, {"down": 3}]
@@ -66,7 +57,9 @@ def _ranks_of(spec: ModelSpec) -> list[dict[str, int]]:
 
 def test_logits_equal_transformers_with_and_without_adapters(model: Path, tmp_path: Path) -> None:
     rank = Rank(model, work=tmp_path)
-    spec = _served(rank)
+    # `epilora inspect` has the first only, and says what the service will.
+    assert rank.spec.dense_modules == rank.runner.dense_modules
+    spec = rank.spec
     adapters = [random_adapter(spec, seed + 1, rank_of=ranks) for seed, ranks in enumerate(_ranks_of(spec))]
     for slot, adapter in enumerate(adapters):
         rank.add_adapter(adapter, slot=slot, work=tmp_path)
@@ -90,7 +83,7 @@ def test_chunks_and_decoding_equal_one_prefill(model: Path, tmp_path: Path) -> N
 
 def test_grouped_backend_equals_transformers(model: Path, tmp_path: Path) -> None:
     rank = Rank(model, work=tmp_path, expert_backend="grouped")
-    spec = _served(rank)
+    spec = rank.spec
     adapter = random_adapter(spec, 1, rank_of=_ranks_of(spec)[0])
     rank.add_adapter(adapter, slot=0, work=tmp_path)
     prompt = Prompt(tokens=prompt_tokens(5, 11), slot=0)
@@ -102,7 +95,7 @@ def _on_two_ranks(ep_rank: int, work: Path) -> dict[str, Any]:
     results = {}
     for name in CONFIGS:
         rank = Rank(work / name, work=work, num_ranks=2, placement="round_robin")
-        spec = _served(rank)
+        spec = rank.spec
         rank.add_adapter(random_adapter(spec, 1, rank_of=_ranks_of(spec)[0]), slot=0, work=work)
         prompts = [Prompt(tokens=prompt_tokens(7, 12), slot=slot) for slot in (0, -1)] if ep_rank == 1 else []
         # Rank 0 has no tokens: it joins with zero rows.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from pathlib import Path
 
@@ -153,7 +152,7 @@ def test_recurrent_layers_equal_transformers(tmp_path: Path, name: str, backend:
     options = _widths_of_the_kernels(name) if backend == "triton" else CONFIGS[name]
     model = write_model(family_config(name, options), tmp_path / "model")
     rank = Rank(model, work=tmp_path, device="cuda", dtype="float32", expert_backend=backend)
-    spec = dataclasses.replace(rank.spec, dense_modules=rank.runner.dense_modules)
+    spec = rank.spec
     gated = spec.moe_layers[0].gate_up_layout is not GateUpLayout.NOT_GATED
     adapter = random_adapter(spec, 1, rank_of={"gate_up": 3, "down": 2} if gated else {"down": 3})
     rank.add_adapter(adapter, slot=0, work=tmp_path)
