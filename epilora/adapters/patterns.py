@@ -104,6 +104,15 @@ class ModulePatterns(Generic[Value]):
 
 
 def _compile(field: str, key: str) -> re.Pattern[str]:
+    return compile_expression(field, key, before=r"(.*\.)?(", after=")$")
+
+
+def compile_expression(field: str, key: str, *, before: str = "", after: str = "") -> re.Pattern[str]:
+    """An expression of a config between two parts of ours.
+
+    Raises:
+        AdapterFormatError: reason BAD_ADAPTER_CONFIG; it is none, or may take forever to match.
+    """
     if len(key) > _MAX_LENGTH:
         raise _error(field, f"has an expression of {len(key)} characters, the limit is {_MAX_LENGTH}")
     bare = _CHARACTER_CLASS.sub("x", _ESCAPE.sub("x", key))
@@ -115,7 +124,7 @@ def _compile(field: str, key: str) -> re.Pattern[str]:
             f"than {_MAX_CHOICES} repetitions, options and groups are refused; write out the module names instead",
         )
     try:
-        return re.compile(rf"(.*\.)?({key})$")
+        return re.compile(f"{before}{key}{after}")
     except (re.error, RecursionError, OverflowError) as error:
         raise _error(field, f"has {key!r}, which is not a regular expression: {error}") from error
 

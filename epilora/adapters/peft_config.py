@@ -11,6 +11,7 @@ from typing import Any
 
 from epilora.adapters.patterns import ModulePatterns
 from epilora.adapters.safetensors_header import is_text
+from epilora.adapters.targets import TargetModules
 from epilora.errors import AdapterFormatError
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -102,6 +103,8 @@ class PeftConfig:
     """lora_bias: each lora_B has a bias."""
     modules_to_save: tuple[str, ...]
     """Ends of the paths of modules whose whole weights are in the file."""
+    target_modules: TargetModules
+    """Which modules should have a pair."""
     warnings: tuple[str, ...]
 
     @property
@@ -124,6 +127,11 @@ class PeftConfig:
     def targets_parameter(self, parameter: str) -> bool:
         """True if target_parameters names a parameter, by its path or by a suffix at a dot, as PEFT matches it."""
         return any(parameter == name or parameter.endswith(f".{name}") for name in self.target_parameters)
+
+    def leaves_out(self, module: str) -> str:
+        """The field by which a module (outside the experts) would have no pair in PEFT; empty if it has one."""
+        field = self.target_modules.leaves_out(module)
+        return "" if field and self.targets_parameter(f"{module}.weight") else field
 
     def saves(self, module: str) -> bool:
         """True if modules_to_save names a module, by the end of its path, as PEFT matches it."""
@@ -168,6 +176,7 @@ def parse_peft_config(content: bytes) -> PeftConfig:
         uses_dora=_flag(values, "use_dora"),
         has_biases=_flag(values, "lora_bias"),
         modules_to_save=_names(values, "modules_to_save"),
+        target_modules=TargetModules.of(values),
         warnings=tuple(warnings),
     )
 

@@ -32,6 +32,7 @@ from epilora.adapters.per_expert import (
 from epilora.adapters.safetensors_header import SafetensorsHeader
 from epilora.adapters.saved_modules import SavedModules, check_all_saved, find_saved_modules
 from epilora.adapters.stacked import StackedModule, match_stacked, resolve_stacked
+from epilora.adapters.targets import contradiction_warnings
 from epilora.adapters.tensor_entry import TensorEntry
 from epilora.adapters.tensor_table import TensorTable
 from epilora.errors import AdapterFormatError
@@ -67,6 +68,8 @@ class _Found:
     stacked: list[tuple[StackedModule, Pair]] = field(default_factory=list)
     dense: dict[str, LoraPair] = field(default_factory=dict)
     left_over: list[TensorEntry] = field(default_factory=list)
+    contradicted: dict[str, str] = field(default_factory=dict)
+    """By module with a pair that the config leaves out: by which field."""
     first_name: dict[object, str] = field(default_factory=dict)
 
     def claim(self, key: object, pair: Pair) -> None:
@@ -211,6 +214,8 @@ def _place(pair: Pair, target: AdapterTarget, config: PeftConfig, found: _Found)
         found.left_over += pair.tensors()
         return
     found.claim(module, pair)
+    if left_out_by := config.leaves_out(pair.module):
+        found.contradicted[pair.module] = left_out_by
     found.dense[module] = _dense_pair(pair, dense, config, found)
 
 
@@ -385,6 +390,7 @@ def _warnings(config: PeftConfig, target: AdapterTarget, found: _Found) -> list[
     stacked = [name for name in target.family.stacked_parameters if config.targets_parameter_named(name)]
     if stacked and not found.stacked:
         warnings.append(f"target_parameters names {named(stacked)}, but the file has no pair for stacked experts")
+    warnings += contradiction_warnings(found.contradicted)
     if found.absent:
         warnings.append(f"{len(found.absent)} empty tensors stand for the gate that this model's experts do not have")
     if found.rank_differences:
