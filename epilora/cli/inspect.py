@@ -15,7 +15,7 @@ from epilora.adapters.inspection import Inspection, coverage, inspect_adapter
 from epilora.adapters.layout_hints import LayoutHints
 from epilora.adapters.open_adapter import open_adapter
 from epilora.cli.model import read_model
-from epilora.cli.output import EXIT_REFUSED, console, fail, format_bytes
+from epilora.cli.output import EXIT_REFUSED, console, fail, format_bytes, plain
 from epilora.errors import EpiloraError
 
 _SHADES = " ░▒▓█"
@@ -107,13 +107,13 @@ def _print(found: Inspection) -> None:
         ("layout", found.layout),
     ):
         if value:
-            facts.add_row(Text(name, style="bold"), Text(value))
+            facts.add_row(Text(name, style="bold"), plain(value))
     console.print(facts)
     modules = Table("module", "pairs", "rows of A", "bytes", title="modules", title_justify="left")
     for group in found.groups[:_MAX_LISTED]:
         ranks = [str(rank) for rank in group.lora_ranks]
         shown = ", ".join(ranks) if len(ranks) < 6 else f"{ranks[0]} to {ranks[-1]}"
-        modules.add_row(Text(group.path), str(group.num_pairs), shown, format_bytes(group.num_bytes))
+        modules.add_row(plain(group.path), str(group.num_pairs), shown, format_bytes(group.num_bytes))
     if found.groups:
         console.print(modules)
     if len(found.groups) > _MAX_LISTED:
@@ -125,13 +125,13 @@ def _print(found: Inspection) -> None:
             ranks_table.add_row(str(rank), format_bytes(num_bytes))
         console.print(ranks_table)
     for module in found.saved_modules[:_MAX_LISTED]:
-        console.print(Text(f"replaced by a trained weight: {module}"))
+        console.print(plain(f"replaced by a trained weight: {module}"))
     for tensor in found.ignored[:_MAX_LISTED]:
-        console.print(Text(f"left out: {tensor}", style="yellow"))
+        console.print(plain(f"left out: {tensor}", "yellow"))
     for warning in found.warnings:
-        console.print(Text(f"warning: {warning}", style="yellow"))
+        console.print(plain(f"warning: {warning}", "yellow"))
     if found.refusal is not None:
-        console.print(Text(f"would be refused ({found.refusal.reason}): {found.refusal.message}", style="bold red"))
+        console.print(plain(f"would be refused ({found.refusal.reason}): {found.refusal.message}", "bold red"))
     elif found.model:
         unread = "" if found.values_read else "; the values were not read (--verify looks for NaN and infinities)"
         console.print(Text(f"would be served{unread}", style="bold green"))

@@ -17,10 +17,15 @@ console = Console()
 error_console = Console(stderr=True)
 
 
+def plain(text: str, style: str = "") -> Text:
+    """Text that may hold anything, such as names of a foreign file: what would steer the terminal becomes an escape."""
+    return Text("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text), style=style)
+
+
 def print_error(code: str, reason: str, message: str) -> None:
     """One block on stderr: code and reason, then the message."""
     error_console.print(Text.assemble((f"error: {code}", "bold red"), f" ({reason})" if reason else ""))
-    error_console.print(Text(f"  {message}"), soft_wrap=True)
+    error_console.print(plain(f"  {message}"), soft_wrap=True)
 
 
 def fail(error: EpiloraError) -> typer.Exit:

@@ -261,3 +261,16 @@ def test_peft_reads_a_fused_adapter_as_we_do(tmp_path: Path) -> None:
     with torch.no_grad():
         logits = loaded(expected["input_ids"]).logits
     torch.testing.assert_close(logits, expected["logits"], atol=1e-4, rtol=1e-4)
+
+
+def test_names_of_a_foreign_file_do_not_steer_the_terminal(tmp_path: Path) -> None:
+    module = "model.layers.0.\x1b[2J\x1b]0;x\x07q_proj"
+    tensors = {
+        f"base_model.model.{module}.lora_{side}.weight": np.ones((3, 8) if side == "A" else (8, 3), np.float32)
+        for side in "AB"
+    }
+    adapter = write_adapter(tmp_path / "a", tensors)
+    model = write_model(tmp_path / "model")
+    for output in (_run("inspect", adapter), _run("inspect", adapter, "--model", model, code=1)):
+        assert r"\x1b[2J" in output
+        assert not set(output) & {"\x1b", "\x07"}
