@@ -54,8 +54,8 @@ class ModuleGroup:
     path: str
     """With * for each number."""
     num_pairs: int
-    lora_ranks: tuple[int, ...]
-    """Seen in A's first dimension, ascending; E*r for stacked experts."""
+    rows_of_a: tuple[int, ...]
+    """The first dimensions of A, ascending: r, but E*r for stacked experts."""
     num_bytes: int
 
 
@@ -79,9 +79,14 @@ class Inspection:
     """Layer -> projection -> experts with a pair (with a model)."""
     num_experts: int = 0
     dense_modules: tuple[str, ...] = ()
+    lora_ranks: tuple[int, ...] = ()
+    """Of all pairs, ascending (with a model)."""
+    scales: tuple[float, ...] = ()
+    """What B @ A is multiplied by, of all pairs, ascending (with a model)."""
     saved_modules: tuple[str, ...] = ()
     """Dense modules whose whole weight is replaced."""
     bytes_per_rank: tuple[int, ...] = ()
+    """In the dtypes of the file; a rank that serves another dtype holds the elements in that."""
     placement: str = ""
     ignored: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -102,7 +107,7 @@ class Inspection:
                 {
                     "path": group.path,
                     "num_pairs": group.num_pairs,
-                    "lora_ranks": list(group.lora_ranks),
+                    "rows_of_a": list(group.rows_of_a),
                     "num_bytes": group.num_bytes,
                 }
                 for group in self.groups
@@ -114,6 +119,8 @@ class Inspection:
                 str(layer): {projection: list(experts) for projection, experts in by_projection.items()}
                 for layer, by_projection in self.experts_by_layer.items()
             },
+            "lora_ranks": list(self.lora_ranks),
+            "scales": list(self.scales),
             "dense_modules": list(self.dense_modules),
             "saved_modules": list(self.saved_modules),
             "placement": self.placement,
@@ -181,7 +188,7 @@ def _look_at_names(pairs: Sequence[Pair], found: Inspection) -> None:
         ModuleGroup(
             path=path,
             num_pairs=len(groups[path]),
-            lora_ranks=tuple(sorted({shape[0] if shape else 0 for shape in {pair.a.shape for pair in groups[path]}})),
+            rows_of_a=tuple(sorted({shape[0] if shape else 0 for shape in {pair.a.shape for pair in groups[path]}})),
             num_bytes=sum([pair.a.size_bytes + pair.b.size_bytes for pair in groups[path]]),
         )
         for path in sorted(groups)
@@ -237,19 +244,21 @@ def _look_at_form(form: NormalForm, model: ModelSpec, placement: ExpertPlacement
         experts[layer][projection.value] = tuple(by_expert)
     found.experts_by_layer = dict(sorted(experts.items()))
     found.dense_modules, found.saved_modules, found.ignored = tuple(form.dense), tuple(form.saved), form.ignored
+    samples = form.samples()
+    found.lora_ranks = tuple(sorted({pair.lora_rank for pair in samples}))
+    found.scales = tuple(sorted({pair.scale for pair in samples}))
     load_specs = [MoEEPLoadSpec.make(model, placement, rank) for rank in range(placement.num_ranks)]
     found.warnings = (
         *form.warnings,
         *base_model_warnings(found.base_model, model.name),
-        *_rank_warnings(form),
+        *_rank_warnings(max(found.lora_ranks, default=0)),
         *_placement_warnings(load_specs),
     )
     specs = [SliceSpec(layers=spec.layers, metadata=_metadata(spec)) for spec in load_specs]
     found.bytes_per_rank = tuple(layout.tensor_bytes for layout in plan_slices(form, specs).layouts)
 
 
-def _rank_warnings(form: NormalForm) -> Sequence[str]:
-    largest = max((pair.lora_rank for pair in form.samples()), default=0)
+def _rank_warnings(largest: int) -> Sequence[str]:
     if largest <= DEFAULT_MAX_LORA_RANK:
         return []
     return [

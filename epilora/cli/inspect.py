@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -105,22 +106,22 @@ def _print(found: Inspection) -> None:
         ("families", ", ".join(found.likely_families) or "no experts' names"),
         ("model", found.model),
         ("layout", found.layout),
+        ("lora ranks", _range(found.lora_ranks)),
+        ("scales", _range(found.scales)),
     ):
         if value:
             facts.add_row(Text(name, style="bold"), plain(value))
     console.print(facts)
     modules = Table("module", "pairs", "rows of A", "bytes", title="modules", title_justify="left")
     for group in found.groups[:_MAX_LISTED]:
-        ranks = [str(rank) for rank in group.lora_ranks]
-        shown = ", ".join(ranks) if len(ranks) < 6 else f"{ranks[0]} to {ranks[-1]}"
-        modules.add_row(plain(group.path), str(group.num_pairs), shown, format_bytes(group.num_bytes))
+        modules.add_row(plain(group.path), str(group.num_pairs), _range(group.rows_of_a), format_bytes(group.num_bytes))
     if found.groups:
         console.print(modules)
     if len(found.groups) > _MAX_LISTED:
         console.print(f"and {len(found.groups) - _MAX_LISTED} more modules")
     _print_heat_map(found)
     if found.bytes_per_rank:
-        ranks_table = Table("EP rank", "bytes", title=f"{found.placement} placement", title_justify="left")
+        ranks_table = Table("EP rank", "bytes, as stored", title=f"{found.placement} placement", title_justify="left")
         for rank, num_bytes in enumerate(found.bytes_per_rank):
             ranks_table.add_row(str(rank), format_bytes(num_bytes))
         console.print(ranks_table)
@@ -135,6 +136,12 @@ def _print(found: Inspection) -> None:
     elif found.model:
         unread = "" if found.values_read else "; the values were not read (--verify looks for NaN and infinities)"
         console.print(Text(f"would be served{unread}", style="bold green"))
+
+
+def _range(numbers: Sequence[float]) -> str:
+    """All of a few numbers, the ends of many."""
+    shown = [f"{number:g}" for number in numbers]
+    return ", ".join(shown) if len(shown) < 6 else f"{shown[0]} to {shown[-1]}"
 
 
 def _print_heat_map(found: Inspection) -> None:

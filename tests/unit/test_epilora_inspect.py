@@ -44,6 +44,8 @@ def test_inspect_says_layout_and_bytes_of_each_rank(tmp_path: Path, layout: str)
     found = _json(adapter, "--model", model, "--ep", 3, "--placement", "round_robin")
     assert (found["expert_layout"], found["refused"], found["num_tensors"]) == (LAYOUTS[layout][0], None, len(tensors))
     assert all(experts == [0, 1, 2, 3] for by in found["experts"].values() for experts in by.values())
+    assert found["lora_ranks"] == [3]
+    assert found["scales"] == [2.0]
     # Rank 0 has experts 0 and 3, each other rank one.
     first, second, third = found["bytes_per_rank"]
     assert second == third
