@@ -3,12 +3,18 @@
 Each job runs `moe` on tensors without memory, with launches that stop after compiling; what it compiled lies in
 Triton's disk cache, where the measuring process finds it. So compiling uses all cores while the GPU measures, and costs
 none of its memory.
+
+    python -m benchmarks.kernel_compile
+
+needs no GPU: it compiles what steps of the three shapes launch on an H200, and fails if a kernel wants more shared
+memory than a program can have there.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
@@ -18,7 +24,14 @@ import torch
 
 from benchmarks.kernel_layer import SHAPES, Shape
 from compute_worker.kernels import AdapterTable, MoEConfig, MoEWeights, moe
+from compute_worker.kernels.config import choose_config
 
+H200 = "NVIDIA H200"
+H200_CAPABILITY = 90
+H200_SHARED_BYTES = 232_448
+"""Of shared memory, for one program."""
+_TOKENS = (1, 64, 256, 1024, 4096, 16384)
+_LORA_RANKS = (0, 16, 512)
 _META = torch.device("meta")
 
 
@@ -91,6 +104,33 @@ def _compile(shape_name: str, num_tokens: int, max_lora_rank: int, config: dict[
     return ""
 
 
+def main() -> None:
+    """See the module."""
+    _begin(H200_CAPABILITY)
+    from triton.runtime.jit import JITFunction
+
+    wanted: dict[str, int] = {}
+    run = JITFunction.run
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kernel = run(self, *args, **kwargs)
+        wanted[self.fn.__name__] = max(wanted.get(self.fn.__name__, 0), kernel.metadata.shared)
+        return kernel
+
+    JITFunction.run = noting
+    too_large = False
+    for name, shape in SHAPES.items():
+        for num_tokens in _TOKENS:
+            config = choose_config(shape_weights(shape), num_tokens=num_tokens, top_k=shape.top_k, device_name=H200)
+            for rank in _LORA_RANKS:
+                wanted.clear()
+                failure = _compile(name, num_tokens, rank, config.to_dict(), 8)
+                most = max(wanted, key=lambda kernel: wanted[kernel])
+                too_large |= bool(failure) or wanted[most] > H200_SHARED_BYTES
+                print(f"{name} {num_tokens:5d} tokens r {rank:3d}: {most} {wanted[most]} bytes {failure}", flush=True)
+    sys.exit(1 if too_large else 0)
+
+
 class CompileAhead:
     """A pool of compiling processes; jobs run in the order in which they were asked for."""
 
@@ -117,3 +157,7 @@ class CompileAhead:
     def close(self) -> None:
         """Ends the processes; jobs that have not begun are dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+if __name__ == "__main__":
+    main()
