@@ -8,6 +8,7 @@ thread; a matrix that several slices of a thread hold is read once.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -153,6 +154,8 @@ class _Copier:
         self._stop = stop
         self.result = WriteResult()
         self._blocks = BlockWriter(has_thread=has_writer)
+        # What is taken out of columns; kept, since new memory would have to be cleared by the kernel each time.
+        self._columns = np.empty(0, dtype=np.uint8)
         self._gatherers = [Gatherer(file, source_fds[0], self._blocks, self.result) for file in files]
 
     def copy_slices(self, plan: SlicePlan, slices: range) -> None:
@@ -235,11 +238,16 @@ class _Copier:
         per_pass = max(1, TRANSPOSE_BYTES // max(region.size_bytes for _, region in wanted))
         for start in range(0, len(wanted), per_pass):
             part = wanted[start : start + per_pass]
-            for (slice_index, _), matrix in zip(part, self._take_columns([region for _, region in part]), strict=True):
-                self._files[slice_index].put(matrix.reshape(-1).view(np.uint8))
+            matrices = self._take_columns([region for _, region in part])
+            for slice_index, group in itertools.groupby(range(len(part)), key=lambda number: part[number][0]):
+                numbers = list(group)
+                # Of one slice they lie one after another, as in its file.
+                block = matrices[numbers[0] : numbers[-1] + 1].reshape(-1).view(np.uint8)
+                for begin in range(0, len(block), BLOCK_BYTES):
+                    self._files[slice_index].put_block(block[begin : begin + BLOCK_BYTES])
 
-    def _take_columns(self, regions: Sequence[Region]) -> Iterator[npt.NDArray[Any]]:
-        """The matrices of regions with the same tensor, rows, step and direction."""
+    def _take_columns(self, regions: Sequence[Region]) -> npt.NDArray[Any]:
+        """The matrices of regions with the same tensor, rows, step and direction, in memory of this copier's."""
         first = regions[0]
         tensor, step = first.tensor, first.column_step
         columns = [region.column_begin for region in regions]
@@ -247,7 +255,10 @@ class _Copier:
         chosen = slice(columns[0], columns[-1] + 1) if _is_range(columns) else columns
         num_rows, per_matrix = first.row_end - first.row_begin, tensor.num_columns // step
         dtype = NUMPY_DTYPE[tensor.dtype]
-        taken = np.empty((len(regions), num_rows, per_matrix), dtype=dtype)
+        shape = (len(regions), num_rows, per_matrix)
+        if self._columns.size < math.prod(shape) * dtype.itemsize:
+            self._columns = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+        taken = self._columns[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
         row_bytes = tensor.num_columns * FLOAT_BYTES[tensor.dtype]
         # A block: it and what it is copied to stay in the cache together.
         rows = max(1, BLOCK_BYTES // row_bytes)
@@ -262,7 +273,7 @@ class _Copier:
         for index in np.flatnonzero(~taken[:, 0].any(axis=1)) if num_rows else ():
             if not taken[index].any():
                 self.result.zero_columns.add((tensor.index, columns[index]))
-        return (matrix.T.copy() if first.transpose else matrix for matrix in taken)
+        return taken.transpose(0, 2, 1).copy() if first.transpose else taken
 
     def _read_all(self, tensor: TensorEntry, offset: int, target: Bytes) -> None:
         """Reads and checks a part of a tensor, of any size."""
