@@ -41,12 +41,17 @@ FIXTURES = REPOSITORY / "tests" / "fixtures"
 
 
 class _Peak:
-    """Most bytes that lay in a directory, looked at all the time."""
+    """Most bytes that lay in a directory at one time, looked at all the time.
+
+    Two looks a sample: what both have seen was there between them, with at least the bytes of the first. One look alone
+    would count a file that goes while it lasts, and another that comes in its place.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._stop = threading.Event()
         self.bytes = 0
+        self.num_samples = 0
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -60,18 +65,22 @@ class _Peak:
 
     def _watch(self) -> None:
         while not self._stop.wait(0.002):
-            self.bytes = max(self.bytes, _bytes_in(self._directory))
+            before, after = _files_in(self._directory), _files_in(self._directory)
+            self.bytes = max(self.bytes, sum(size for file, size in before.items() if file in after))
+            self.num_samples += 1
 
 
-def _bytes_in(directory: Path) -> int:
-    total = 0
+def _files_in(directory: Path) -> dict[int, int]:
+    """Inode -> bytes that it takes."""
+    found = {}
     for folder, _, names in os.walk(directory):
         for name in names:
             try:
-                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+                status = os.lstat(os.path.join(folder, name))
             except FileNotFoundError:  # renamed or removed meanwhile
                 continue
-    return total
+            found[status.st_ino] = status.st_blocks * 512
+    return found
 
 
 class _Client:
@@ -129,12 +138,12 @@ async def test_fifty_adapters_in_a_budget_for_five(tmp_path: Path) -> None:
         end = asyncio.get_running_loop().time() + SECONDS
         with peak.watching():
             await asyncio.gather(*(client.run(seed, end) for seed in range(NUM_TASKS)))
-        print(dict(client.counts), f"peak {peak.bytes} of {budget}")
+        print(dict(client.counts), f"peak {peak.bytes} of {budget} in {peak.num_samples} samples")
         state = await loader.cache()
         assert state.num_leases == 0
         assert state.used_bytes == _bytes_of_files(tmp_path / "cache") <= 3 * size
     assert min(client.counts[kind] for kind in ("hit", "built")) > SECONDS / 4
-    assert peak.bytes <= budget, "never passed, not for a moment"
+    assert 3 * size < peak.bytes <= budget, "never passed, not for a moment"
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [".lock"]
 
 
