@@ -17,6 +17,7 @@ from typing import BinaryIO
 import torch
 
 from epilora.errors import InternalError
+from epilora.reading import read_fully
 
 CHUNK_BYTES = 4 << 20
 """That are read and copied at once: what a core has in its cache is copied from there."""
@@ -138,12 +139,9 @@ class _Lane:
 
 
 def _read_exactly(fd: int, target: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(target):
-        count = os.preadv(fd, [target[done:]], offset + done)
-        if count == 0:
-            raise InternalError(
-                f"a slice file ended at byte {offset + done} while it was copied; its loader never shortens one",
-                reason="BAD_SLICE",
-            )
-        done += count
+    done = read_fully(fd, target, offset)
+    if done < len(target):
+        raise InternalError(
+            f"a slice file ended at byte {offset + done} while it was copied; its loader never shortens one",
+            reason="BAD_SLICE",
+        )

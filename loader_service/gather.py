@@ -21,6 +21,7 @@ from epilora.adapters.normal_form import NUMPY_DTYPE, GridRegions
 from epilora.adapters.slice_plan import Piece
 from epilora.adapters.values import is_finite, non_finite
 from epilora.errors import AbortedError
+from epilora.reading import read_fully
 from epilora.slices import ALIGNMENT
 from loader_service.slice_file import Bytes, SliceFile
 from loader_service.write_result import WriteResult
@@ -28,7 +29,8 @@ from loader_service.write_result import WriteResult
 GATHER_BYTES = 8 << 20
 """Of a slice file, put together at a time: a layer's share on each of 8 ranks is about half of that."""
 _MAX_VECTORS = 512
-_FEW_BYTES = 64
+FEW_BYTES = 64
+"""They decide for nearly all matrices that are not zero."""
 
 
 class BlockWriter:
@@ -157,7 +159,7 @@ class Gatherer:
             raise non_finite(regions[wrong].tensor)
         self._result.seen.update(regions.rows.tolist())
         # A few bytes decide for nearly all matrices that are not zero.
-        is_set: npt.NDArray[np.bool_] = np.asarray(matrices[:, :_FEW_BYTES].any(axis=1))
+        is_set: npt.NDArray[np.bool_] = np.asarray(matrices[:, :FEW_BYTES].any(axis=1))
         for place in np.flatnonzero(~is_set):
             is_set[place] = matrices[place].any()
         self._result.nonzero.update(regions.rows[is_set].tolist())
@@ -207,12 +209,9 @@ def read_rest(fd: int, buffer: memoryview, offset: int) -> None:
     Raises:
         AbortedError: reason SOURCE_CHANGED; the file has fewer bytes.
     """
-    done = 0
-    while done < len(buffer):
-        count = os.preadv(fd, [buffer[done:]], offset + done)
-        if count == 0:
-            raise AbortedError(
-                f"the adapter's weights ended at byte {offset + done} while they were read: the file was changed",
-                reason="SOURCE_CHANGED",
-            )
-        done += count
+    done = read_fully(fd, buffer, offset)
+    if done < len(buffer):
+        raise AbortedError(
+            f"the adapter's weights ended at byte {offset + done} while they were read: the file was changed",
+            reason="SOURCE_CHANGED",
+        )

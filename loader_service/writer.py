@@ -26,7 +26,7 @@ from epilora.adapters.slice_plan import Piece, SlicePlan
 from epilora.adapters.tensor_entry import FLOAT_BYTES, TensorEntry
 from epilora.adapters.values import is_finite, non_finite
 from epilora.errors import UnavailableError
-from loader_service.gather import BlockWriter, Gatherer, read_rest
+from loader_service.gather import FEW_BYTES, BlockWriter, Gatherer, read_rest
 from loader_service.slice_file import BLOCK_BYTES, Bytes, SliceFile
 from loader_service.write_result import WriteResult
 
@@ -35,8 +35,6 @@ TRANSPOSE_BYTES = 32 << 20
 _MAX_THREADS = 4
 _BYTES_PER_THREAD = 32 << 20
 """Less is not worth a thread, and what several slices share is read once for each."""
-
-_FEW_BYTES = 64
 
 
 class BuildCancelledError(UnavailableError):
@@ -313,7 +311,7 @@ class _Copier:
             tensor, offset, size, matrix_offset = span
             seen.add(tensor.index)
             end = start + size
-            if first or target[start : min(start + _FEW_BYTES, end)].any() or target[start:end].any():
+            if first or target[start : min(start + FEW_BYTES, end)].any() or target[start:end].any():
                 nonzero.add(tensor.index)
                 if matrix_offset >= 0:
                     self.result.nonzero_parts.add((tensor.index, matrix_offset))

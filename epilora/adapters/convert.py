@@ -27,6 +27,7 @@ from epilora.adapters.weights import WEIGHTS_NAME
 from epilora.errors import AbortedError, InvalidArgumentError
 from epilora.families import GateUpLayout, ModelFamily, Projection, StackedAxes, family_of
 from epilora.model_spec import ModelSpec, MoELayerSpec
+from epilora.reading import read_fully
 
 Matrix = npt.NDArray[np.float32]
 _PREFIX = "base_model.model."
@@ -149,15 +150,11 @@ class _Reader:
     def _read(self, tensor: TensorEntry) -> bytearray:
         """All bytes of a tensor; one call reads 2 GiB at most."""
         raw = bytearray(tensor.size_bytes)
-        done = 0
-        while done < len(raw):
-            count = os.preadv(self._descriptors[tensor.file], [memoryview(raw)[done:]], tensor.offset + done)
-            if count == 0:
-                raise AbortedError(
-                    f"{tensor.name} ended before its {len(raw)} bytes were read: the file was changed",
-                    reason="SOURCE_CHANGED",
-                )
-            done += count
+        if read_fully(self._descriptors[tensor.file], memoryview(raw), tensor.offset) < len(raw):
+            raise AbortedError(
+                f"{tensor.name} ended before its {len(raw)} bytes were read: the file was changed",
+                reason="SOURCE_CHANGED",
+            )
         return raw
 
 
