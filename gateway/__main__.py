@@ -7,6 +7,7 @@ settings are wrong (one line each on stderr).
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 
@@ -32,8 +33,14 @@ async def _run(settings: GatewaySettings) -> None:
     try:
         await gateway.start()
         await stopping.wait()
-    finally:
+    except BaseException:
         await gateway.stop()
+        raise
+    await gateway.drain()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by way of the interpreter's end, which stops the server: see `Gateway.stop`.
+    os._exit(0)
 
 
 def main() -> int:

@@ -10,7 +10,6 @@ from typing import Any
 
 import structlog
 
-from epilora.errors import UnavailableError
 from epilora.rpc import Server, start_server
 from epilora.settings import GatewaySettings
 from epilora.v1 import (
@@ -35,6 +34,7 @@ from gateway.residency import Loader, Residency
 from gateway.restore import Restorer
 from gateway.router import Router
 from gateway.servicers import SERVICE_NAMES, AdapterServicer, ClusterServicer, ExpertServicer, GenerationServicer
+from gateway.stopping import stopping_error
 from gateway.text import Tokenizer
 
 log = structlog.get_logger(__name__)
@@ -46,7 +46,7 @@ LAST_WRITES_SECONDS = 0.5
 
 
 class Gateway:
-    """One gateway. `start`, then `stop` once."""
+    """One gateway. `start`, then `drain` or `stop`, once."""
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
@@ -127,13 +127,13 @@ class Gateway:
         await self._server.set_serving(["", *SERVICE_NAMES], serving)
 
     def _register(self, server: Any) -> None:
-        adapters = AdapterServicer(self._lifecycle, self._table, self._keeper)
+        adapters = AdapterServicer(self._lifecycle, self._table, self._keeper, self._in_flight)
         adapter_service_pb2_grpc.add_AdapterServiceServicer_to_server(adapters, server)
         generation = GenerationServicer(self._generator, self._in_flight)
         generation_service_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
         experts = ExpertServicer(self._experts, self._in_flight)
         expert_service_pb2_grpc.add_ExpertServiceServicer_to_server(experts, server)
-        cluster = ClusterServicer(self._cluster, self._rebalancer, self._keeper)
+        cluster = ClusterServicer(self._cluster, self._rebalancer, self._keeper, self._in_flight)
         cluster_service_pb2_grpc.add_ClusterServiceServicer_to_server(cluster, server)
 
     async def start(self) -> None:
@@ -160,26 +160,33 @@ class Gateway:
         self._tasks = [asyncio.create_task(self._keeper.run()), asyncio.create_task(self._loader.look_for_ever())]
         self.group.start()
 
-    async def stop(self) -> None:
-        """Lets what is in flight finish, up to the drain timeout, and stops. Adapters stay in the ranks."""
+    async def drain(self) -> None:
+        """Lets what is in flight finish, up to the drain timeout, and ends the rest. From then on the server only tells
+        callers that the gateway is stopping. Adapters stay in the ranks."""
         timeout = self._settings.drain_timeout_seconds
         log.info("stopping", num_calls=len(self._in_flight))
         self._keeper.stop()
         self._experts.stop()
         if self._server is not None:
             await self._server.health.enter_graceful_shutdown()
-        self._rebalancer.cancel(
-            UnavailableError("the gateway is stopping", reason="SHUTTING_DOWN", retry_after_seconds=1.0)
-        )
+        self._rebalancer.cancel(stopping_error())
         await self._rebalancer.ended()
         await self._lifecycle.stop()
         drained = await self._in_flight.idle(timeout)
-        message = "the gateway is stopping" + (
-            "" if drained else f", and this call had not finished {timeout:g} s later"
-        )
         # Calls go on coming while callers hear of the stop: those after this get the same answer.
-        self._in_flight.close(UnavailableError(message, reason="SHUTTING_DOWN", retry_after_seconds=1.0))
+        self._in_flight.close(
+            stopping_error("" if drained else f", and this call had not finished {timeout:g} s later")
+        )
         await self._in_flight.idle(ENDED_CALLS_SECONDS)
+        log.info("stopped")
+
+    async def stop(self) -> None:
+        """`drain`, and gives everything back, for a process that goes on.
+
+        One that ends should end right after `drain`: grpc's own stop answers calls that come in meanwhile with
+        CANCELLED, while a connection that breaks is UNAVAILABLE to its callers.
+        """
+        await self.drain()
         if self._server is not None:
             await self._server.server.stop(LAST_WRITES_SECONDS)
         for task in self._tasks:
@@ -189,7 +196,6 @@ class Gateway:
         await self._loader.close()
         await asyncio.to_thread(self._metrics.close)
         self._registry.close()
-        log.info("stopped")
 
 
 def _write_addresses(path: Path, listen: str, metrics: str) -> None:

@@ -13,6 +13,7 @@ from gateway.lifecycle import Lifecycle
 from gateway.ranks import RETRY_AFTER_SECONDS, Group
 from gateway.rebalance import Rebalancer
 from gateway.restore import Restorer
+from gateway.stopping import stopping_error
 
 log = structlog.get_logger(__name__)
 
@@ -47,9 +48,7 @@ class Keeper:
     def require_serving(self) -> str:
         """The incarnation that serves; UnavailableError if none does."""
         if self._stopping:
-            raise UnavailableError(
-                "the gateway is stopping", reason="SHUTTING_DOWN", retry_after_seconds=RETRY_AFTER_SECONDS
-            )
+            raise stopping_error()
         if self.serving is None:
             raise self._group.not_ready()
         return self.serving

@@ -35,6 +35,7 @@ from gateway.ranks import RETRY_AFTER_SECONDS, Group
 from gateway.registry import Registry, RegistryEntry
 from gateway.removal import Removal, drain
 from gateway.residency import Loader, Residency, build_request, distinct
+from gateway.stopping import stopping_error
 
 log = structlog.get_logger(__name__)
 
@@ -113,7 +114,9 @@ class Lifecycle:
         check_name(name)
         if not source:
             raise InvalidArgumentError("source is empty, expected a directory", reason="NO_SOURCE", field="source")
-        if incarnation is None or self._stopping:
+        if self._stopping:
+            raise stopping_error()
+        if incarnation is None:
             raise self._group.not_ready()
         with self._table.claim(name, "load") as entry:
             generation = Generation(
@@ -332,7 +335,7 @@ class Lifecycle:
     async def stop(self) -> None:
         """Refuses further loads and undoes those under way; resident adapters stay in the ranks."""
         self._stopping = True
-        self.cancel_loads(UnavailableError("the gateway is stopping", reason="SHUTTING_DOWN", retry_after_seconds=1.0))
+        self.cancel_loads(stopping_error())
         await self.loads_ended()
         for task in self._background:
             task.cancel()

@@ -45,14 +45,16 @@ async def _send(responses: AsyncGenerator[Any, None], context: Any) -> None:
 class AdapterServicer(adapter_service_pb2_grpc.AdapterServiceServicer):
     """AdapterService."""
 
-    def __init__(self, lifecycle: Lifecycle, table: AdapterTable, keeper: Keeper) -> None:
+    def __init__(self, lifecycle: Lifecycle, table: AdapterTable, keeper: Keeper, in_flight: InFlight) -> None:
         self._lifecycle = lifecycle
         self._table = table
         self._keeper = keeper
+        self._in_flight = in_flight
 
     async def LoadAdapter(  # noqa: N802
         self, request: adapter_service_pb2.LoadAdapterRequest, context: Any
     ) -> adapter_service_pb2.LoadAdapterResponse:
+        self._in_flight.until_answered(context)
         adapter = await self._lifecycle.load(
             request.name,
             request.source,
@@ -65,6 +67,7 @@ class AdapterServicer(adapter_service_pb2_grpc.AdapterServiceServicer):
     async def UnloadAdapter(  # noqa: N802
         self, request: adapter_service_pb2.UnloadAdapterRequest, context: Any
     ) -> adapter_service_pb2.UnloadAdapterResponse:
+        self._in_flight.until_answered(context)
         freed, cancelled = await self._lifecycle.unload(request.name, _drain_timeout(request))
         return adapter_service_pb2.UnloadAdapterResponse(freed_bytes=freed, num_requests_cancelled=cancelled)
 
@@ -125,10 +128,11 @@ class ExpertServicer(expert_service_pb2_grpc.ExpertServiceServicer):
 class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
     """ClusterService."""
 
-    def __init__(self, cluster: Cluster, rebalancer: Rebalancer, keeper: Keeper) -> None:
+    def __init__(self, cluster: Cluster, rebalancer: Rebalancer, keeper: Keeper, in_flight: InFlight) -> None:
         self._cluster = cluster
         self._rebalancer = rebalancer
         self._keeper = keeper
+        self._in_flight = in_flight
 
     async def GetTopology(  # noqa: N802
         self, request: cluster_service_pb2.GetTopologyRequest, context: Any
@@ -153,4 +157,5 @@ class ClusterServicer(cluster_service_pb2_grpc.ClusterServiceServicer):
     async def Rebalance(  # noqa: N802
         self, request: cluster_service_pb2.RebalanceRequest, context: Any
     ) -> cluster_service_pb2.RebalanceResponse:
+        self._in_flight.until_answered(context)
         return await self._rebalancer.rebalance(request, self._keeper.require_serving())

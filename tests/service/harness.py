@@ -12,7 +12,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -172,9 +172,12 @@ class Service:
 
     def kill_everything(self) -> None:
         """SIGKILL to every process at once, as when the machine loses power."""
-        family = [psutil.Process(pid) for pids in self.pids().values() for pid in pids]
-        for process in family:
-            process.kill()
+        family = []
+        for pid in (pid for pids in self.pids().values() for pid in pids):
+            # One may be a fork on its way to another program, which is gone by now.
+            with suppress(psutil.NoSuchProcess):
+                family.append(psutil.Process(pid))
+                family[-1].kill()
         _, alive = psutil.wait_procs(family, timeout=10)
         assert not alive, alive
         self._reap()
@@ -222,15 +225,20 @@ class Service:
 
     @property
     def channel(self) -> grpc.Channel:
-        """A channel to the gateway."""
+        """A channel to the gateway, closed when the service stops."""
         if self._channel is None:
-            options = [
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.initial_reconnect_backoff_ms", 100),
-                ("grpc.max_reconnect_backoff_ms", 500),
-            ]
-            self._channel = grpc.insecure_channel(self.address, options=options)
+            self._channel = self.new_channel()
         return self._channel
+
+    def new_channel(self) -> grpc.Channel:
+        """A channel to the gateway that is the caller's."""
+        options = [
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 500),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        return grpc.insecure_channel(self.address, options=options)
 
     def adapters(self) -> Any:
         """Stub of AdapterService."""

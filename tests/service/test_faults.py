@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from epilora.v1 import adapter_service_pb2, generation_service_pb2, types_pb2
+from epilora.v1 import adapter_service_pb2, generation_service_pb2, generation_service_pb2_grpc, types_pb2
 from tests.service.harness import Service
 
 PER_EXPERT = "peft-0.17.1-transformers-4.57.3/qwen3moe-T-all"
@@ -22,21 +22,26 @@ RESTORED_SECONDS = 90.0
 
 
 class Traffic:
-    """Long generations in threads, and how they end."""
+    """Long generations in threads, each of which starts the next at once, and how they end.
 
-    def __init__(self, service: Service, adapter: str, num_calls: int) -> None:
+    A thread ends with its first error or, `while_stopping`, with the first that does not say that the gateway stops.
+    """
+
+    def __init__(self, service: Service, adapter: str, num_calls: int, *, while_stopping: bool = False) -> None:
         self.errors: list[grpc.RpcError] = []
+        self._while_stopping = while_stopping
+        # Its own: closing a channel ends its calls as CANCELLED, which would say nothing of the service.
+        self._channel = service.new_channel()
         self.first_tokens = threading.Semaphore(0)
-        self._threads = [
-            threading.Thread(target=self._run, args=(service, adapter), daemon=True) for _ in range(num_calls)
-        ]
+        self._threads = [threading.Thread(target=self._run, args=(adapter,), daemon=True) for _ in range(num_calls)]
         for thread in self._threads:
             thread.start()
         for _ in self._threads:
             assert self.first_tokens.acquire(timeout=60)
 
-    def _run(self, service: Service, adapter: str) -> None:
+    def _run(self, adapter: str) -> None:
         first = True
+        generation = generation_service_pb2_grpc.GenerationServiceStub(self._channel)
         while True:
             request = generation_service_pb2.GenerateRequest(
                 token_ids=generation_service_pb2.TokenIds(ids=PROMPT),
@@ -44,18 +49,20 @@ class Traffic:
                 stop=generation_service_pb2.StopOptions(max_tokens=10_000, ignore_eos=True),
             )
             try:
-                for _ in service.generation().Generate(request, timeout=120):
+                for _ in generation.Generate(request, timeout=120):
                     if first:
                         first = False
                         self.first_tokens.release()
             except grpc.RpcError as error:
                 self.errors.append(error)
-                return
+                if not (self._while_stopping and "the gateway is stopping" in str(error.details())):
+                    return
 
     def join(self, seconds: float) -> None:
         for thread in self._threads:
             thread.join(seconds)
         assert not any(thread.is_alive() for thread in self._threads), "a call hangs"
+        self._channel.close()
 
 
 @pytest.mark.soak
@@ -129,11 +136,13 @@ def test_registry_survives_the_death_of_everything_and_a_stop(
     assert [adapter.name for adapter in listed] == ["a", "b"]
     assert service.load("c", adapters / FUSED).generation > max(generation for generation, _ in before.values())
 
-    traffic = Traffic(service, "a", 2)
+    # They go on calling as fast as they can, while the gateway drains, at its very end and after it.
+    traffic = Traffic(service, "a", 6, while_stopping=True)
     started = time.monotonic()
     assert service.stop() == 0
     assert time.monotonic() - started < 30
-    traffic.join(5)
+    traffic.join(20)
+    assert any("the gateway is stopping" in str(error.details()) for error in traffic.errors)
     assert {error.code() for error in traffic.errors} == {grpc.StatusCode.UNAVAILABLE}
     assert service.survivors() == []
     registry = json.loads((service.state_dir / "registry.json").read_text())
