@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,10 +31,12 @@ RANKS = (1, 2, 3, 4)
 COLLECTIVES = ("allgather_reducescatter", "all_to_all")
 # Its kernels are interpreted where there is no GPU, over memory that the processes share.
 BACKENDS = (*COLLECTIVES, *(["one_sided"] if HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1" else []))
-INTERPRETED_RANKS = 2
 PLACEMENTS = ("linear", "round_robin", "explicit")
 LORA = ("all", "one", "no")
 COUNTS = {"even": (16, 16, 16, 16), "ragged": (9, 2, 5, 1), "zero": (0, 7, 0, 3)}
+# Triton's interpreter takes 3 ms for each row and rank it goes to: types are worked out anew for every operation, and
+# every tl.max patches the language. Six rows a rank are the fewest with which every copy of an expert has a row.
+INTERPRETED_COUNTS = {"even": (6, 6, 6, 6), "ragged": (5, 2, 6, 1), "zero": (0, 6, 0, 3)}
 NUM_EXPERTS, TOP_K, HIDDEN, WIDTH, LORA_RANK, LAYER = 7, 3, 32, 24, 2, 1
 COPIED = (0, 5)
 NUM_ADAPTER_SLOTS = 2
@@ -57,18 +60,27 @@ class Case(NamedTuple):
 
     def num_tokens(self, num_ranks: int) -> list[int]:
         """Tokens that each rank holds."""
-        return [COUNTS[self.counts][rank // self.sp] for rank in range(num_ranks)]
-
-    def fits(self, num_ranks: int) -> bool:
-        if self.backend == "one_sided" and num_ranks > INTERPRETED_RANKS:
-            # An interpreter takes a tenth of a second for each row that goes to so many: one case is enough here.
-            return self.sp * self.tp == 4 if num_ranks == 4 else self.counts == "zero" and self.sp * self.tp == 1
-        return num_ranks % self.sp == 0 and num_ranks % self.tp == 0
+        counts = (INTERPRETED_COUNTS if self.backend == "one_sided" else COUNTS)[self.counts]
+        return [counts[rank // self.sp] for rank in range(num_ranks)]
 
 
-def backends_of(num_ranks: int) -> tuple[str, ...]:
-    """Those that so many ranks try in full."""
-    return BACKENDS if num_ranks <= INTERPRETED_RANKS else COLLECTIVES
+def cases_of(num_ranks: int) -> list[Case]:
+    """The table of so many ranks: all placements, adapters and counts over collectives, pairs over one_sided.
+
+    Forms of parallel ranks go with every pair of the others. Void: a form of two ranks on an odd number of ranks.
+    """
+    forms = ((1, 1), (2, 1), (1, 2), (2, 2)) if num_ranks % 2 == 0 else ((1, 1),)
+    squares = [(i, j, (i + j + 1) % 3) for i in range(3) for j in range(3)]
+    cases = [Case(*parts) for parts in itertools.product(COLLECTIVES, PLACEMENTS, LORA, COUNTS)]
+    for backend, form, (i, j, k) in itertools.product(COLLECTIVES, forms[1:], squares):
+        cases.append(Case(backend, PLACEMENTS[i], LORA[j], [*COUNTS][k], *form))
+    if "one_sided" in BACKENDS:
+        # A fourth column that has each pair with the other three once; its first value is free for a form of its own.
+        columns = ((forms[0], forms[-1], forms[0]), (forms[1 % len(forms)],) * 3, (forms[2 % len(forms)],) * 3)
+        for i, j, k in squares:
+            form = columns[(i + 2 * j + 1) % 3][i]
+            cases.append(Case("one_sided", PLACEMENTS[i], LORA[j], [*COUNTS][k], *form))
+    return cases
 
 
 def make_placement(name: str, model: ModelSpec, num_ranks: int) -> ExpertPlacement:
