@@ -84,7 +84,8 @@ class ExpertShard:
             split = projection == "gate_up" and layout != GateUpLayout.NOT_GATED
             blocks.append((self.first(block, 0, layout) if split else self.second(block, 0)).flatten())
             start += size
-        return a, torch.cat(blocks)
+        # Without slots, where a rank has no expert of a layer, there is nothing to split.
+        return a, torch.cat(blocks) if blocks else b
 
 
 WHOLE = ExpertShard()

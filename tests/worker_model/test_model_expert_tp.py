@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,14 +32,20 @@ PROMPTS = {0: [(1, 5, -1), (2, 4, 0)], 1: [(3, 6, 1)], 3: [(4, 3, 0), (5, 2, 1)]
 
 
 class Mix(NamedTuple):
-    """Ranks, and how many of them share an expert."""
+    """Ranks, how many of them share an expert, and whether one of two groups of them has no experts."""
 
     num_ranks: int
     tp: int
     backend: str
+    without: bool = False
 
 
-MIXES = (Mix(2, 2, "all_to_all"), Mix(4, 2, "allgather_reducescatter"), Mix(4, 2, "all_to_all"), Mix(4, 4, "auto"))
+MIXES = (
+    Mix(2, 2, "all_to_all"),
+    Mix(4, 2, "allgather_reducescatter"),
+    Mix(4, 2, "all_to_all", without=True),
+    Mix(4, 4, "auto"),
+)
 
 
 def prompts_of(ep_rank: int) -> list[Prompt]:
@@ -51,7 +58,8 @@ def num_tokens(num_ranks: int) -> list[int]:
 
 def open_rank(work: Path, family: str, mix: Mix, group: EPGroup | None) -> Rank:
     options: dict[str, Any] = {} if group is None else {"dispatch_backend": mix.backend, "expert_tp": mix.tp}
-    rank = Rank(work / family, work=work, placement="round_robin", num_ranks=mix.num_ranks, group=group, **options)
+    placement = str(work / f"{family}.json") if mix.without else "round_robin"
+    rank = Rank(work / family, work=work, placement=placement, num_ranks=mix.num_ranks, group=group, **options)
     for slot, projections in enumerate(PROJECTIONS[family]):
         adapter = random_adapter(rank.spec, slot + 1, rank_of=projections, vary_ranks=slot == 1)
         rank.add_adapter(adapter, slot=slot, work=work)
@@ -80,8 +88,11 @@ def rank_main(ep_rank: int, work: Path) -> Results:
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Results]]:
     work = tmp_path_factory.mktemp("tp")
-    write_model(small_config("qwen2_moe"), work / "qwen2_moe")
-    write_model(family_config("gpt_oss", CONFIGS["gpt_oss"]), work / "gpt_oss")
+    configs = {"qwen2_moe": small_config("qwen2_moe"), "gpt_oss": family_config("gpt_oss", CONFIGS["gpt_oss"])}
+    for (family, config), num_experts in zip(configs.items(), ("num_experts", "num_local_experts"), strict=True):
+        write_model(config, work / family)
+        all_on_one = [[*range(getattr(config, num_experts))], []]
+        (work / f"{family}.json").write_text(json.dumps({"all_layers": all_on_one}))
     return work, run_ranks(MOST_RANKS, rank_main, work)
 
 
@@ -134,3 +145,7 @@ def test_parts_of_gate_and_up() -> None:
     split, same = shard.pair("down", GateUpLayout.CONCATENATED, torch.arange(12).view(3, 4), b, (2, 0, 1))
     assert split.tolist() == [[2, 3], [6, 7], [10, 11]]
     assert same is b
+    # A rank that has none of a layer's experts.
+    for projection in ("gate_up", "down"):
+        a, b = shard.pair(projection, GateUpLayout.CONCATENATED, torch.zeros(0, 6), torch.zeros(0), ())
+        assert (a.shape[0], b.shape) == (0, (0,))

@@ -7,8 +7,11 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 _DEADLINE_SECONDS = 240.0
+_AFTER_FAILURE_SECONDS = 20.0
 
 Results = dict[str, Any]
 
@@ -36,15 +40,30 @@ def run_ranks(
     ]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(deadline_seconds)
-    alive = [process for process in processes if process.is_alive()]
+    alive = _wait(processes, deadline_seconds)
     for process in alive:
         process.kill()
-    assert not alive, f"{len(alive)} ranks hung"
     errors = [file.read_text() for file in sorted(work.glob("error-*"))]
     assert not errors, "\n".join(errors)
+    assert not alive, f"{len(alive)} ranks hung"
     return [torch.load(work / f"result-{rank}", weights_only=False) for rank in range(num_ranks)]
+
+
+def _wait(processes: Sequence[BaseProcess], deadline_seconds: float) -> list[BaseProcess]:
+    """Those that have not ended in time; one that fails leaves the others only so much more."""
+    running = {process.sentinel: process for process in processes}
+    deadline = time.monotonic() + deadline_seconds
+    while running:
+        ended = connection.wait(running, max(0.0, deadline - time.monotonic()))
+        if not ended:
+            break
+        for sentinel in ended:
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode:
+                # They may wait for it in a kernel, which has no deadline.
+                deadline = min(deadline, time.monotonic() + _AFTER_FAILURE_SECONDS)
+    return [*running.values()]
 
 
 def _enter(  # noqa: PLR0917
