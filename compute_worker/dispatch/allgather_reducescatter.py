@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from compute_worker.dispatch.base import ArrivedTokens, CombineHandle, ExtraTensors
+from compute_worker.dispatch.base import ArrivedTokens, CombineHandle, ExtraTensors, rows_of_each_rank
 from compute_worker.dispatch.packed_rows import pack_tokens, unpack_tokens
 from compute_worker.ep_group import EPGroup
 
@@ -53,9 +53,7 @@ class AllGatherDispatcher:
     ) -> tuple[ArrivedTokens, CombineHandle]:
         """See Dispatcher.dispatch. N = G * pad_to, or G * tokens of the fullest rank."""
         group = self._group
-        num_tokens, max_tokens = x_TD.shape[0], pad_to or max(num_tokens_per_rank)
-        assert max_tokens >= max(num_tokens_per_rank), (pad_to, num_tokens_per_rank)
-        assert num_tokens == num_tokens_per_rank[group.ep_rank], (num_tokens, num_tokens_per_rank, group.ep_rank)
+        max_tokens = rows_of_each_rank(x_TD, num_tokens_per_rank, pad_to, ep_rank=group.ep_rank)
         splits = max_tokens * x_TD.shape[1] * x_TD.element_size() >= self._split_bytes
         x_packed = x_TD[:, :0] if splits else x_TD
         layout, send = pack_tokens(x_packed, weight_TK, expert_TK, extras, num_rows=max_tokens)
@@ -70,7 +68,7 @@ class AllGatherDispatcher:
         arrived = unpack_tokens(layout, received, sorted(extras), first=first, end=end)
         if splits:
             arrived = replace(arrived, x_ND=pairs[1][0])
-        return arrived, CombineHandle(num_tokens=num_tokens, max_tokens_per_rank=max_tokens)
+        return arrived, CombineHandle(num_tokens=x_TD.shape[0], max_tokens_per_rank=max_tokens)
 
     def _gather(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """All-gathers (received, send) of each pair; several in one launch of NCCL."""

@@ -85,6 +85,17 @@ class Dispatcher(Protocol):
         ...
 
 
+def rows_of_each_rank(x_TD: torch.Tensor, num_tokens_per_rank: Sequence[int], pad_to: int, *, ep_rank: int) -> int:
+    """Rows of every rank where a backend sends as many from each: see Dispatcher.dispatch, whose arguments it checks.
+
+    Example: tokens of ranks [3, 5], pad_to 0 -> 5; pad_to 8 -> 8.
+    """
+    num_rows = pad_to or max(num_tokens_per_rank)
+    assert num_rows >= max(num_tokens_per_rank), (pad_to, num_tokens_per_rank)
+    assert x_TD.shape[0] == num_tokens_per_rank[ep_rank], (x_TD.shape, num_tokens_per_rank, ep_rank)
+    return num_rows
+
+
 def local_slots(expert_NK: torch.Tensor, first: int, end: int) -> torch.Tensor:
     """Local slot of each physical expert in [first, end), -1 for others.
 

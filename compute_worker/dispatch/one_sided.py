@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compute_worker.dispatch.base import ArrivedTokens, CombineHandle, Dispatcher, ExtraTensors
+from compute_worker.dispatch.base import ArrivedTokens, CombineHandle, Dispatcher, ExtraTensors, rows_of_each_rank
 from compute_worker.dispatch.packed_rows import stacked_extras
 from compute_worker.dispatch.peer_memory import PeerMemory
 from compute_worker.ep_group import EPGroup
@@ -91,10 +91,7 @@ class OneSidedDispatcher:
         pad_to: int = 0,
     ) -> tuple[ArrivedTokens, CombineHandle]:
         """See Dispatcher.dispatch. N = G * pad_to, or G * tokens of the fullest rank."""
-        group = self._group
-        num_tokens, num_rows = x_TD.shape[0], pad_to or max(num_tokens_per_rank)
-        assert num_rows >= max(num_tokens_per_rank), (pad_to, num_tokens_per_rank)
-        assert num_tokens == num_tokens_per_rank[group.ep_rank], (num_tokens, num_tokens_per_rank, group.ep_rank)
+        num_rows = rows_of_each_rank(x_TD, num_tokens_per_rank, pad_to, ep_rank=self._group.ep_rank)
         areas = self._areas(x_TD, expert_TK.shape[1], len(extras), num_rows)
         if areas is None:
             return self._overflow.dispatch(
@@ -121,7 +118,7 @@ class OneSidedDispatcher:
         )
         arrived = self._arrived(areas, x_TD, expert_TK.shape[1], sorted(extras), num_rows)
         return arrived, OneSidedHandle(
-            num_tokens=num_tokens,
+            num_tokens=x_TD.shape[0],
             max_tokens_per_rank=num_rows,
             areas=areas,
             slot_NK=arrived.slot_NK,

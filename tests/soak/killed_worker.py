@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.no_weights import NoWeights
 from compute_worker.adapter_pool import AdapterPool
 from epilora.errors import UnavailableError
 from epilora.load_spec import MoEEPLoadSpec
@@ -51,19 +52,6 @@ class Loader:
         """Under the lease "lease"."""
         identity = self._builder.identify(self._request.source)
         return self._builder.build(self._request, identity, BuildProgress(), lease="lease")
-
-
-class NoWeights:
-    """Adapters without DoRA are measured against nothing."""
-
-    def dense(self, module: str) -> torch.Tensor:
-        raise AssertionError(module)
-
-    def has_bias(self, module: str) -> bool:
-        raise AssertionError(module)
-
-    def expert(self, layer: int, projection: str, expert: int) -> torch.Tensor:
-        raise AssertionError((layer, projection, expert))
 
 
 def stage(loader: Loader, path: Path, stop_before: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from worker_model_support import random_adapter, small_config, write_model, write_slice
 
+from benchmarks.no_weights import NoWeights
 from compute_worker.adapter_buffers import AdapterTensors
 from compute_worker.adapter_pool import AdapterPool
 from compute_worker.dense_lora import DensePair
@@ -22,17 +23,6 @@ from epilora.model_spec import ModelSpec
 from epilora.placement import ExpertPlacement
 
 CPU = torch.device("cpu")
-
-
-class NoWeights:
-    def dense(self, module: str) -> torch.Tensor:
-        raise AssertionError(module)
-
-    def has_bias(self, module: str) -> bool:
-        raise AssertionError(module)
-
-    def expert(self, layer: int, projection: str, expert: int) -> torch.Tensor:
-        raise AssertionError((layer, projection, expert))
 
 
 @pytest.fixture(scope="module")
