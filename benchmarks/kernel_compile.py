@@ -70,7 +70,8 @@ class _TargetOnly:
         return 0
 
 
-def _begin(capability: int) -> None:
+def begin(capability: int) -> None:
+    """From here on, launches in this process compile, for a GPU of this capability, and do nothing else."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     from triton.runtime.driver import driver
@@ -106,7 +107,7 @@ def _compile(shape_name: str, num_tokens: int, max_lora_rank: int, config: dict[
 
 def main() -> None:
     """See the module."""
-    _begin(H200_CAPABILITY)
+    begin(H200_CAPABILITY)
     from triton.runtime.jit import JITFunction
 
     wanted: dict[str, int] = {}
@@ -137,7 +138,7 @@ class CompileAhead:
     def __init__(self, processes: int) -> None:
         major, minor = torch.cuda.get_device_capability()
         self._pool = ProcessPoolExecutor(
-            processes, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(10 * major + minor,)
+            processes, multiprocessing.get_context("spawn"), initializer=begin, initargs=(10 * major + minor,)
         )
         self._jobs: dict[tuple[str, int, int, str], Future[str]] = {}
 

@@ -77,6 +77,9 @@ def dispatch_kernel(x_ptr, weight_ptr, expert_ptr, extra_ptr, first_ptr, end_ptr
         # What goes with a token is sent with its first block.
         with_first = (k < K) & (block == 0)
         weight = tl.load(weight_ptr + row * K + k, mask=with_first & is_token, other=0.0).to(tl.float32)
+        # Before the stores, which it would wait for.
+        if X > 0:
+            extra = tl.load(extra_ptr + row * X + k, mask=(k < X) & (block == 0) & is_token, other=-1).to(tl.int32)
         place = row + RANK * num_rows
         for peer in tl.static_range(RANKS):
             region, first = tl.load(table_ptr + peer), tl.load(first_ptr + peer)
@@ -89,7 +92,6 @@ def dispatch_kernel(x_ptr, weight_ptr, expert_ptr, extra_ptr, first_ptr, end_ptr
             weight_out = tl.multiple_of((region + weight_at).to(tl.pointer_type(tl.float32)), 16)
             tl.store(weight_out + place * K + k, weight, mask=with_first)
             if X > 0:
-                extra = tl.load(extra_ptr + row * X + k, mask=(k < X) & is_token, other=-1).to(tl.int32)
                 extra_out = tl.multiple_of((region + extra_at).to(tl.pointer_type(tl.int32)), 16)
                 extra_places = k * (RANKS * num_rows).to(tl.int64) + place
                 tl.store(extra_out + extra_places, extra, mask=(k < X) & (block == 0))

@@ -1,6 +1,9 @@
 """Packed rows for dispatch, written in one launch and read in one.
 
 A row is int32 words: hidden state, then float32 weights [K], expert ids [K] and extras [X], each from a given word on.
+
+Everything is loaded before anything is stored: what is loaded after a store waits for it, since the compiler cannot
+tell that they are different places, and each part of a row would add a trip to memory to a kernel that takes two.
 """
 
 from __future__ import annotations
@@ -36,16 +39,16 @@ def _pack_kernel(x_ptr, weight_ptr, expert_ptr, extra_ptr, row_ptr, num_tokens, 
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = word < X_WORDS
     x = tl.load(x_ptr + row * x_stride + word, mask=inside & is_token, other=0)
-    tl.store(row_ptr + row * WORDS + word, x, mask=inside)
     if tl.program_id(1) == 0:
         k = tl.arange(0, SMALL)
         weight = tl.load(weight_ptr + row * K + k, mask=(k < K) & is_token, other=0.0).to(tl.float32)
-        tl.store(row_ptr + row * WORDS + WEIGHT_AT + k, weight.to(tl.int32, bitcast=True), mask=k < K)
         expert = tl.load(expert_ptr + row * K + k, mask=(k < K) & is_token, other=-1).to(tl.int32)
-        tl.store(row_ptr + row * WORDS + EXPERT_AT + k, expert, mask=k < K)
         if X > 0:
             extra = tl.load(extra_ptr + row * X + k, mask=(k < X) & is_token, other=-1).to(tl.int32)
             tl.store(row_ptr + row * WORDS + EXTRA_AT + k, extra, mask=k < X)
+        tl.store(row_ptr + row * WORDS + WEIGHT_AT + k, weight.to(tl.int32, bitcast=True), mask=k < K)
+        tl.store(row_ptr + row * WORDS + EXPERT_AT + k, expert, mask=k < K)
+    tl.store(row_ptr + row * WORDS + word, x, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "first", "end"])
@@ -55,17 +58,18 @@ def _unpack_kernel(row_ptr, x_ptr, slot_ptr, weight_ptr, extra_ptr, num_rows, fi
     row = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = word < X_WORDS
-    tl.store(x_ptr + row * X_WORDS + word, tl.load(row_ptr + row * WORDS + word, mask=inside, other=0), mask=inside)
+    x = tl.load(row_ptr + row * WORDS + word, mask=inside, other=0)
     if tl.program_id(1) == 0:
         k = tl.arange(0, SMALL)
         expert = tl.load(row_ptr + row * WORDS + EXPERT_AT + k, mask=k < K, other=-1)
-        slot = tl.where((expert >= first) & (expert < end), expert - first, -1)
-        tl.store(slot_ptr + row * K + k, slot.to(tl.int64), mask=k < K)
         weight = tl.load(row_ptr + row * WORDS + WEIGHT_AT + k, mask=k < K, other=0)
-        tl.store(weight_ptr + row * K + k, weight.to(tl.float32, bitcast=True), mask=k < K)
         if X > 0:
             extra = tl.load(row_ptr + row * WORDS + EXTRA_AT + k, mask=k < X, other=-1)
             tl.store(extra_ptr + k * num_rows + row, extra, mask=k < X)
+        slot = tl.where((expert >= first) & (expert < end), expert - first, -1)
+        tl.store(slot_ptr + row * K + k, slot.to(tl.int64), mask=k < K)
+        tl.store(weight_ptr + row * K + k, weight.to(tl.float32, bitcast=True), mask=k < K)
+    tl.store(x_ptr + row * X_WORDS + word, x, mask=inside)
 
 
 def pack_rows(
