@@ -4,11 +4,13 @@
     torchrun --nproc-per-node 2 -m benchmarks.dispatch --device cpu --tokens 8   # tries the code
 
 Packing and unpacking are in the times. Backends whose launches depend on shapes alone run as CUDA graphs of ten calls;
-`all_to_all`, whose host waits for counts, runs as it is. Each cell is compared with what one rank computes first, and
-gets a time only if it is right. A time is the median over replays, of the slowest rank. What is compared is replayed in
-turn, and the devices meet before each replay, so that neither warmth nor the hosts' pace favours one. The reference has
-NCCL as it is; `reference_same_ctas_us` is the reference with as many of NCCL's thread blocks as this program's own
-group has (`compute_worker.ep_group.NCCL_CTAS`). On a CPU nothing is written.
+`all_to_all`, whose host waits for counts, runs as it is. `layer_us` is of one graph of dispatches and combines in turn,
+as `reference_us` is of the reference's: these two compare. `dispatch_us` and `combine_us` are graphs of either alone.
+Each cell is compared with what one rank computes first, and gets a time only if it is right. A time is the median over
+replays, of the slowest rank. What is compared is replayed in turn, and the devices meet before each replay, so that
+neither warmth nor the hosts' pace favours one. The reference has NCCL as it is; `reference_same_ctas_us` is the
+reference with as many of NCCL's thread blocks as this program's own group has (`compute_worker.ep_group.NCCL_CTAS`).
+On a CPU nothing is written. `benchmarks.dispatch_report` writes the table of docs/dispatch.md from the results, and
 `benchmarks.dispatch_simulation` goes on from here to more ranks.
 """
 
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.dispatch_costs import layer_us
 from compute_worker.board_consensus import make_consensus
 from compute_worker.consensus import Proposal
 from compute_worker.dispatch.all_to_all import AllToAllDispatcher
@@ -44,7 +47,7 @@ EXCHANGES = 2000
 MEETING_CYCLES = 500_000
 """Of waiting on the device before a replay: the host has launched it all by then."""
 MAX_RELATIVE_ERROR = 2e-2
-PARTS = ("dispatch", "combine", "reference", "reference_same_ctas")
+PARTS = ("dispatch", "combine", "layer", "reference", "reference_same_ctas")
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -99,7 +102,7 @@ class Reference:
             for received, send in zip(self._received, self._send, strict=True):
                 _all_gather(received, send, group=group.data_group)
             return
-        with dist._coalescing_manager(group=group.data_group, device=group.device):
+        with dist._coalescing_manager(group=group.data_group, device=group.device):  # type: ignore[attr-defined]
             for received, send in zip(self._received, self._send, strict=True):
                 # As bytes: tensors of one launch have one type.
                 dist.all_gather_into_tensor(received.view(torch.uint8), send.view(torch.uint8), group=group.data_group)
@@ -141,6 +144,11 @@ class Ours:
         return self._dispatcher.combine(y_ND, handle)
 
     def layer(self) -> torch.Tensor:
+        """One layer: what arrived goes back as if computed."""
+        arrived, handle = self.dispatch()
+        return self.combine(arrived.x_ND, handle)
+
+    def computed(self) -> torch.Tensor:
         """A whole layer, where expert e multiplies by e + 1."""
         arrived, handle = self.dispatch()
         first = self._rank_offsets[self._group.ep_rank]
@@ -150,16 +158,16 @@ class Ours:
 
     def check(self) -> None:
         """SystemExit unless a layer gives what one rank computes, the same bits each time, and replayed as a graph."""
-        inputs, y_TD = self._inputs, self.layer()
+        inputs, y_TD = self._inputs, self.computed()
         expected = inputs.x_TD.float() * (inputs.weight_TK * (inputs.expert_TK + 1)).sum(dim=1, keepdim=True)
         error = float((y_TD.float() - expected).norm() / expected.norm())
         what = f"{type(self._dispatcher).__name__}, {tuple(inputs.x_TD.shape)}"
         if not error <= MAX_RELATIVE_ERROR:
             raise SystemExit(f"{what}: relative error {error:.3g}, expected at most {MAX_RELATIVE_ERROR}")
-        if not torch.equal(self.layer(), y_TD):
+        if not torch.equal(self.computed(), y_TD):
             raise SystemExit(f"{what}: two runs differ")
         if self._dispatcher.has_fixed_shapes and inputs.x_TD.is_cuda:
-            graph = captured(self.layer, 1)
+            graph = captured(self.computed, 1)
             for _ in range(3):
                 graph.replay()
             if not torch.equal(graph.outputs[0], y_TD):
@@ -205,8 +213,8 @@ class Clock:
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(REPLAYS + WARM_UP):
             for name, graph in graphs.items():
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda._sleep(MEETING_CYCLES)
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                torch.cuda._sleep(MEETING_CYCLES)  # type: ignore[no-untyped-call]
                 dist.all_reduce(self._meeting, group=self._group.data_group)
                 start.record()
                 graph.replay()
@@ -246,7 +254,7 @@ def with_default_options(group: EPGroup) -> EPGroup:
 
 def measure_cells(
     group: EPGroup, default_group: EPGroup, backend: str, dispatcher: Dispatcher, inputs: Inputs
-) -> list[dict[str, object]]:
+) -> list[dict[str, Any]]:
     """The two cells of these tokens: with adapter slots, and without."""
     clock, calls = Clock(group), dict[str, Callable[[], object]]()
     for slots in (True, False):
@@ -256,6 +264,7 @@ def measure_cells(
         y_ND = arrived.x_ND.contiguous()
         calls[f"dispatch {slots}"] = ours.dispatch
         calls[f"combine {slots}"] = partial(ours.combine, y_ND, handle)
+        calls[f"layer {slots}"] = ours.layer
         calls[f"reference {slots}"] = Reference(default_group, inputs, with_slots=slots).run
         calls[f"reference_same_ctas {slots}"] = Reference(group, inputs, with_slots=slots).run
     eager = {} if dispatcher.has_fixed_shapes else {name: call for name, call in calls.items() if "ref" not in name}
@@ -333,14 +342,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
     return result
 
 
-def _line(cell: dict[str, object]) -> str:
-    total = float(cell["dispatch_us"]) + float(cell["combine_us"])  # type: ignore[arg-type]
-    ratio, same = (total / float(cell[name]) for name in ("reference_us", "reference_same_ctas_us"))  # type: ignore[arg-type]
+def _line(cell: dict[str, Any]) -> str:
+    ratio, same = (layer_us(cell) / cell[name] for name in ("reference_us", "reference_same_ctas_us"))
     slots = "with slots" if cell["with_slots"] else "no slots"
     return (
         f"{cell['backend']:24} D {cell['hidden']:5} T {cell['tokens_per_rank']:5} {slots:10}"
-        f" dispatch {cell['dispatch_us']:8} combine {cell['combine_us']:8} reference {cell['reference_us']:8}"
-        f" us, ratio {ratio:.3f}, to the reference with as many CTAs {same:.3f}"
+        f" dispatch {cell['dispatch_us']:8} combine {cell['combine_us']:8} layer {cell['layer_us']:8}"
+        f" reference {cell['reference_us']:8} us, ratio {ratio:.3f}, to the reference with as many CTAs {same:.3f}"
     )
 
 

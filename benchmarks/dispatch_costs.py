@@ -110,6 +110,11 @@ class Links:
         return float(self._hop_us * (num_ranks - 2))
 
 
+def layer_us(cell: Mapping[str, Any]) -> float:
+    """Measured time of a layer: as one graph where that was timed, else dispatch and combine added up."""
+    return float(cell["layer_us"] if "layer_us" in cell else cell["dispatch_us"] + cell["combine_us"])
+
+
 class OneSided:
     """Times of the one-sided kernels by the bytes that each of two GPUs receives.
 
@@ -143,7 +148,7 @@ class OneSided:
     def _us(self, num_bytes: float) -> float:
         """Between measured points a straight line, past the last one in proportion."""
         num_bytes_measured, us = zip(*self._points, strict=True)
-        return float(np.interp(num_bytes, num_bytes_measured, us)) * max(1.0, num_bytes / num_bytes_measured[-1])
+        return float(np.interp(num_bytes, num_bytes_measured, us) * max(1.0, num_bytes / num_bytes_measured[-1]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +196,8 @@ def simulate(
 ) -> Cost:
     """One layer with T tokens on each of G ranks."""
     row, result = model.row_bytes(with_slot=with_slot), model.result_bytes
+    host_rows: float
+    network_rows: float
     if backend == "allgather_reducescatter":
         # Between hosts each token travels once, card to card, and spreads inside.
         host_rows, network_rows = (num_ranks - 1) * num_tokens, (links.num_hosts(num_ranks) - 1) * num_tokens

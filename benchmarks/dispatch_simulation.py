@@ -25,6 +25,7 @@ from benchmarks.dispatch_costs import (
     OneSided,
     destinations,
     fullest_rank,
+    layer_us,
     simulate,
 )
 
@@ -50,7 +51,7 @@ def errors_at_two(links: Links, results: dict[str, Any]) -> list[dict[str, Any]]
             others = [other for other in results["cells"] if other is not cell]
             us = OneSided(links, others).layer_us(model, 2, num_tokens)
         if us is not None:
-            measured = cell["dispatch_us"] + cell["combine_us"]
+            measured = layer_us(cell)
             rows.append({**cell, "measured_us": measured, "simulated_us": us, "ratio": us / measured})
     return rows
 

@@ -86,6 +86,9 @@ def test_one_sided_takes_what_as_many_bytes_took() -> None:
     # Without the cell that it is compared with: 256 tokens in proportion to 64.
     errors = errors_at_two(links, {"cells": cells})
     assert [row["ratio"] for row in errors] == [pytest.approx(10 / 6, rel=0.01), pytest.approx(2.4, rel=0.03)]
+    # A layer that was timed as one graph is what counts.
+    errors = errors_at_two(links, {"cells": [{**cell, "layer_us": 10.0} for cell in cells]})
+    assert [row["measured_us"] for row in errors] == [10.0, 10.0]
 
 
 def test_the_page_is_what_the_simulation_says() -> None:
