@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ import structlog
 import torch
 
 from benchmarks.loader import make_request, shared_directory, write_inputs
+from benchmarks.no_weights import NoWeights
 from compute_worker.adapter_pool import AdapterPool
 from compute_worker.registered_slices import CudaRegistrar, RegisteredSlices
 from compute_worker.slice_upload import CHUNK_BYTES, SliceUploader
@@ -54,17 +56,8 @@ _PORTABLE, _READ_ONLY = 0x1, 0x8
 _REGISTER_BYTES = 8 << 20
 
 
-class NoWeights:
-    """Adapters without DoRA are measured against nothing."""
-
-    def dense(self, module: str) -> torch.Tensor:
-        raise AssertionError(module)
-
-    def has_bias(self, module: str) -> bool:
-        raise AssertionError(module)
-
-    def expert(self, layer: int, projection: str, expert: int) -> torch.Tensor:
-        raise AssertionError((layer, projection, expert))
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 class Registered:
@@ -77,7 +70,7 @@ class Registered:
 
     def error(self) -> int:
         """Registers; 0, or CUDA's error."""
-        return int(torch.cuda.cudart().cudaHostRegister(self._pointer, self._size, self._flags))
+        return int(_runtime().cudaHostRegister(self._pointer, self._size, self._flags))
 
     def __enter__(self) -> Registered:
         error = self.error()
@@ -85,7 +78,7 @@ class Registered:
         return self
 
     def __exit__(self, *_: object) -> None:
-        error = int(torch.cuda.cudart().cudaHostUnregister(self._pointer))
+        error = int(_runtime().cudaHostUnregister(self._pointer))
         assert error == 0, error
 
 
@@ -142,7 +135,7 @@ class Copies:
         self.pages = map_file(path, writable=True)
         self.target = torch.empty_like(self.pages, device="cuda")
         self.pinned = self.pages.clone().pin_memory()
-        self.stream = torch.cuda.Stream()
+        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._threads = ThreadPoolExecutor(8)
 
     def copy(self, source: torch.Tensor) -> None:
@@ -177,7 +170,7 @@ class Steps:
         self._x = torch.randn(8, 8192, device="cuda", dtype=torch.bfloat16)
         weights = torch.randn(24, 8192, 8192, device="cuda", dtype=torch.bfloat16) * 0.01
         weights = weights.repeat(4, 1, 1)
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             for _ in range(2):
                 self._y = self._forward(weights)
@@ -303,12 +296,12 @@ def measure(work: Path, repeats: int, step_seconds: float) -> dict[str, Any]:
             "mapped": lambda: copies.copy(copies.pages),
         }
         for number in (1, 2, 4, 8):
-            rows[f"register x {number}"] = lambda number=number: copies.register_and_copy(number)
+            rows[f"register x {number}"] = partial(copies.register_and_copy, number)
         for (number, chunk), uploader in uploaders.items():
-            rows[f"upload x {number}, {chunk >> 20} MiB"] = lambda uploader=uploader: upload(uploader)
+            rows[f"upload x {number}, {chunk >> 20} MiB"] = partial(upload, uploader)
         rows["kept"] = copy_kept
         for name, pool in pools.items():
-            rows[name] = lambda pool=pool: stage(pool)
+            rows[name] = partial(stage, pool)
         seconds = {name: median_seconds(call, repeats) for name, call in rows.items()}
         registered = Registered(copies.pages, 0, size)
         seconds["register"] = median_seconds(lambda: registered.__enter__().__exit__(), repeats)

@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,8 @@ def lora_cell(name: str, in_size: int, out_size: int, rank: int, tokens: int) ->
     distinct = min(tokens, _ADAPTERS)
     return Cell(
         name=name,
-        ours=[lambda m=m: add_delta(table, m, x, results[m], slot_T) for m in modules],
-        theirs=[lambda m=m: by_adapter(m) for m in modules],
+        ours=[partial(add_delta, table, m, x, results[m], slot_T) for m in modules],
+        theirs=[partial(by_adapter, m) for m in modules],
         num_bytes=2 * (distinct * rank * (in_size + out_size) + tokens * (in_size + 2 * out_size)),
         error=error,
         max_error=2e-2,
@@ -141,8 +142,8 @@ def norm_cell(name: str, *shape: int) -> Cell:
     rows, weight = [_random(*shape) for _ in range(_CALLS)], _random(shape[-1])
     return Cell(
         name=name,
-        ours=[lambda x=x: rms_norm(x, weight, 1e-6) for x in rows],
-        theirs=[lambda x=x: rms_norm_reference(x, weight, 1e-6) for x in rows],
+        ours=[partial(rms_norm, x, weight, 1e-6) for x in rows],
+        theirs=[partial(rms_norm_reference, x, weight, 1e-6) for x in rows],
         num_bytes=4 * rows[0].numel(),
         error=lambda: _relative_error(rms_norm(rows[0], weight, 1e-6), rms_norm_reference(rows[0], weight, 1e-6)),
         max_error=1e-3,  # one result in a hundred may be the next number
@@ -153,8 +154,10 @@ def rotary_cell(name: str) -> Cell:
     """Rotary embedding of a layer's queries and keys."""
     given = [
         (
-            *(_random(1, _TOKENS, heads, _HEAD_DIM).transpose(1, 2) for heads in (_HEADS, _KV_HEADS)),
-            *(_random(1, _TOKENS, _HEAD_DIM) for _ in range(2)),
+            _random(1, _TOKENS, _HEADS, _HEAD_DIM).transpose(1, 2),
+            _random(1, _TOKENS, _KV_HEADS, _HEAD_DIM).transpose(1, 2),
+            _random(1, _TOKENS, _HEAD_DIM),
+            _random(1, _TOKENS, _HEAD_DIM),
         )
         for _ in range(_CALLS)
     ]
@@ -165,8 +168,8 @@ def rotary_cell(name: str) -> Cell:
 
     return Cell(
         name=name,
-        ours=[lambda g=g: rotary(*g) for g in given],
-        theirs=[lambda g=g: rotary_reference(*g) for g in given],
+        ours=[partial(rotary, *g) for g in given],
+        theirs=[partial(rotary_reference, *g) for g in given],
         num_bytes=4 * _TOKENS * (_HEADS + _KV_HEADS) * _HEAD_DIM,
         error=error,
         max_error=0.0,

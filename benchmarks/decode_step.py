@@ -16,7 +16,9 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -102,11 +104,12 @@ def time_decode(runner: ModelRunner, batch: int, num_adapters: int) -> dict[str,
     device, host = [], []
     for _ in range(REPEATS):
         torch.cuda.synchronize()
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first, last = _events()
         start = time.perf_counter()
         first.record()
         logits = runner.forward(step, [batch])
         last.record()
+        assert logits is not None
         logits.max(dim=-1).indices.tolist()
         host.append((time.perf_counter() - start) * 1000)
         device.append(first.elapsed_time(last))
@@ -117,6 +120,11 @@ def time_decode(runner: ModelRunner, batch: int, num_adapters: int) -> dict[str,
         "host_ms": sorted(host)[REPEATS // 2],
         "form": dict(runner.num_steps_by_form()),
     }
+
+
+def _events() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    return first, last
 
 
 def time_prefill(runner: ModelRunner, num_tokens: int, num_adapters: int) -> dict[str, object]:
@@ -134,13 +142,13 @@ def time_prefill(runner: ModelRunner, num_tokens: int, num_adapters: int) -> dic
     layers = list(runner._layers.values())
     originals = [layer.experts.forward for layer in layers]
 
-    def timed(forward):  # type: ignore[no-untyped-def]
-        def run(*args):  # type: ignore[no-untyped-def]
-            events = tuple(torch.cuda.Event(enable_timing=True) for _ in range(2))
-            events[0].record()
+    def timed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(*args: Any) -> torch.Tensor:
+            first, last = _events()
+            first.record()
             result = forward(*args)
-            events[1].record()
-            experts.append(events)
+            last.record()
+            experts.append((first, last))
             return result
 
         return run
@@ -152,7 +160,9 @@ def time_prefill(runner: ModelRunner, num_tokens: int, num_adapters: int) -> dic
             layer.experts.forward = timed(original)  # type: ignore[method-assign]
         torch.cuda.synchronize()
         start = time.perf_counter()
-        runner.forward(batch, [num_tokens]).argmax().item()
+        logits = runner.forward(batch, [num_tokens])
+        assert logits is not None
+        logits.argmax().item()
         if repeat:
             times.append((time.perf_counter() - start) * 1000)
             sums.append(sum(first.elapsed_time(last) for first, last in experts))

@@ -84,7 +84,8 @@ class Service:
             if self._process.poll() is not None:
                 raise SystemExit(f"serve ended with {self._process.returncode}")
             if self._ready_file.exists():
-                return json.loads(self._ready_file.read_text())
+                addresses: dict[str, str] = json.loads(self._ready_file.read_text())
+                return addresses
             time.sleep(0.2)
         raise SystemExit(f"serve was not ready within {READY_SECONDS} s")
 

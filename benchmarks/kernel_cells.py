@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +84,7 @@ class Bench:
 
     def __init__(self, layer: Layer, ready: Callable[[int, int, MoEConfig], None]) -> None:
         self.layer, self._ready = layer, ready
-        self._tables: tuple[tuple[int, ...], list[AdapterTable], dict[str, float]] = ((), [], {})
+        self._tables: tuple[tuple[int, ...], list[AdapterTable], dict[str, int]] = ((), [], {})
         self._base: dict[int, dict[str, Any]] = {}
         self._lora_us: dict[tuple[int, tuple[int, ...]], float] = {}
 
@@ -145,9 +146,7 @@ class Bench:
             error = _error(out, self._oracle(batches[0], None))
             grouped = None
             if self.layer.shape.name == "c" and tokens >= 1024:
-                grouped = graph_us(
-                    [lambda i=i, b=b: grouped_mm_layer(self.layer, b, i) for i, b in enumerate(batches)], 8
-                )
+                grouped = graph_us([partial(grouped_mm_layer, self.layer, b, i) for i, b in enumerate(batches)], 8)
             self._base[tokens] = {
                 "us": layer_us(self.layer, batches, None, config, _replays(tokens)), "rel_error": error,
                 "floor_us": floor_us(self.layer.shape, batches, []), "out": out, "grouped_mm_us": grouped,

@@ -153,16 +153,22 @@ def floor_us(shape: Shape, batches: Sequence[Batch], ranks: Sequence[int], *, ba
         local = expert >= 0
         num_bytes = flops = 0
         if base:
-            num_bytes = 2 * (int(expert[local].unique().numel()) * 3 * d * f + 2 * batch.x_TD.numel())
+            num_bytes = 2 * (_distinct(expert[local]).numel() * 3 * d * f + 2 * batch.x_TD.numel())
             flops = int(local.sum()) * 6 * d * f
         if ranks:
             rows = local & (slot >= 0)[:, None]
             pair = (expert * len(ranks) + slot[:, None])[rows]
             rank = torch.tensor(list(ranks))
-            num_bytes += 2 * 3 * (d + f) * int(rank[pair.unique() % len(ranks)].sum())
+            num_bytes += 2 * 3 * (d + f) * int(rank[_distinct(pair) % len(ranks)].sum())
             flops += 2 * 3 * (d + f) * int(rank[pair % len(ranks)].sum())
         total += max(num_bytes / COPY_BYTES_PER_SECOND, flops / BF16_FLOPS_PER_SECOND)
     return 1e6 * total / len(batches)
+
+
+def _distinct(values: torch.Tensor) -> torch.Tensor:
+    """Each value once, ascending."""
+    distinct: torch.Tensor = values.unique()  # type: ignore[no-untyped-call]
+    return distinct
 
 
 def run_layer(layer: Layer, batch: Batch, index: int, tables: Sequence[AdapterTable] | None,
@@ -176,7 +182,7 @@ def run_layer(layer: Layer, batch: Batch, index: int, tables: Sequence[AdapterTa
 
 def graph_us(calls: Sequence[Callable[[], object]], replays: int) -> float:
     """Median microseconds per call over replays of one CUDA graph that holds all calls."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         calls[0]()
@@ -190,9 +196,9 @@ def graph_us(calls: Sequence[Callable[[], object]], replays: int) -> float:
     while time.monotonic() < warm_until:
         graph.replay()
         torch.cuda.synchronize()
-    times = []
+    times: list[float] = []
     for _ in range(replays):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         graph.replay()
         end.record()

@@ -77,10 +77,12 @@ def neighbours(best: MoEConfig, field: str) -> Iterator[MoEConfig]:
                                       down=dataclasses.replace(best.down, n_fastest=down))  # fmt: skip
         return
     else:
-        values = {"block_d": [32, 64, 128, 256], "combine_warps": [2, 4, 8], "block_f": [32, 64, 128],
-                  "act_warps": [1, 2, 4], "span": [1, 2, 3, 6], "shrink_block_k": [64, 128, 256],
-                  "pair_block_m": [16, 32, 64],
-                  "pdl": [True, False]}[field]  # fmt: skip
+        by_field: dict[str, list[Any]] = {
+            "block_d": [32, 64, 128, 256], "combine_warps": [2, 4, 8], "block_f": [32, 64, 128],
+            "act_warps": [1, 2, 4], "span": [1, 2, 3, 6], "shrink_block_k": [64, 128, 256],
+            "pair_block_m": [16, 32, 64], "pdl": [True, False],
+        }  # fmt: skip
+        values = by_field[field]
     for value in values:
         if getattr(best, field) != value:
             yield dataclasses.replace(best, **{field: value})
@@ -117,7 +119,7 @@ def tune(layer: Layer, num_tokens: int, *, replays: int, deadline: float) -> tup
             torch.cuda.synchronize()
             entry["error"] = f"{type(error).__name__}: {error}"[:200]
         log.append(entry)
-        return entry.get("base_us", float("inf")) + entry.get("lora_us", float("inf"))
+        return float(entry.get("base_us", "inf")) + float(entry.get("lora_us", "inf"))
 
     best, best_us = None, float("inf")
     for config in structures(layer.weights[0], layer.shape.top_k, num_tokens):

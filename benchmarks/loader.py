@@ -91,7 +91,12 @@ def obvious_seconds(source: Path, specs: list[MoEEPLoadSpec], layout: str) -> fl
     from benchmarks.loader_obvious import save_rank  # torch is not in the loader's memory
 
     with shared_directory() as directory:
-        return _seconds(lambda: [save_rank(source, spec, layout, directory / f"{spec.ep_rank}") for spec in specs])
+
+        def save() -> None:
+            for spec in specs:
+                save_rank(source, spec, layout, directory / f"{spec.ep_rank}")
+
+        return _seconds(save)
 
 
 def make_request(source: Path, model: ModelSpec, ep_ranks: int, ranks_built: int) -> BuildRequest:

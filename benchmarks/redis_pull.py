@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from pydantic import SecretStr
 
 from benchmarks.loader import make_request, shared_directory, write_inputs
 from epilora.model_spec import ModelSpec
@@ -57,7 +58,7 @@ def node(work: Path, url: str) -> Iterator[tuple[SharedBuilder, SliceCache]]:
     """A loader's builder and its empty cache."""
     with shared_directory() as directory:
         settings = LoaderSettings(
-            model=work / "model", cache_dir=directory, adapter_roots=[work / "adapters"], cache=url
+            model=work / "model", cache_dir=directory, adapter_roots=[work / "adapters"], cache=SecretStr(url)
         )
         cache = SliceCache(directory, settings.cache_budget_bytes)
         cache.open()
