@@ -35,6 +35,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "dispatch.json"
 RANKS = (2, 8, 16, 64, 256)
 TOKENS = (8, 64, 256)
 BACKENDS = ("allgather_reducescatter", "all_to_all")
+MEASURED_AS_ONE = " Measured is a layer as one graph; simulations add up what dispatch and combine took alone."
 
 
 def errors_at_two(links: Links, results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -177,6 +178,7 @@ def _errors(links: Links, results: dict[str, Any] | None) -> list[str]:
             f"{results['hardware']}; adapter slots included. The links were measured in another session than these, and"
             " with NCCL's default options. `one_sided` is simulated from the other cells of the same file, without the"
             " one it is compared with."
+            + (MEASURED_AS_ONE if any("layer_us" in cell for cell in results["cells"]) else "")
         )[:-1],
         "",
         "| backend | D | tokens a rank | measured us | simulated us | ratio |",

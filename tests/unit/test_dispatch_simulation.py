@@ -91,6 +91,12 @@ def test_one_sided_takes_what_as_many_bytes_took() -> None:
     assert [row["measured_us"] for row in errors] == [10.0, 10.0]
 
 
+def test_the_page_says_what_was_measured() -> None:
+    results = json.loads(RESULTS.read_text())
+    as_one = {**results, "cells": [{**cell, "layer_us": 1.0} for cell in results["cells"]]}
+    assert "Measured is a layer as one graph" in document(Links(FIGURES), FIGURES, as_one).replace("\n", " ")
+
+
 def test_the_page_is_what_the_simulation_says() -> None:
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else None
     expected = document(Links(FIGURES), FIGURES, results)
