@@ -163,8 +163,8 @@ def _small_costs(links: Links, figures: dict[str, Any], results: dict[str, Any] 
         *_paragraph(
             f"Consensus: reading a flag in shared memory takes {measured['consensus_shared_memory_us']} us,"
             f"{exchange} whatever the number of a host's ranks, if they wait already; over gloo"
-            f" {measured['consensus_gloo_us']:.0f} us between two ranks and more with more of them, so that between"
-            " hosts it has to overlap with the running step."
+            f" {measured['consensus_gloo_us']:.0f} us between two ranks and more with more of them, which is why"
+            " ranks on several hosts agree on a step while they compute the one before it ([dispatch](dispatch.md))."
         ),
     ]
 

@@ -28,7 +28,7 @@ _REST_SECONDS = 0.25
 log = structlog.get_logger(__name__)
 
 
-class BoardConsensus:
+class BoardConsensus(Consensus):
     """Exchanges proposals on a board.
 
     Waits by spinning for 0.2 ms, then sleeps until it is woken. While it waits it looks whether the others still
@@ -49,11 +49,17 @@ class BoardConsensus:
         self._ranks = tuple(ranks)
         self._timeout_seconds = timeout_seconds
         self._number = 0
+        self._mine = Proposal(step=0)
 
-    def exchange(self, mine: Proposal) -> list[Proposal]:
-        """See Consensus.exchange."""
+    def begin(self, mine: Proposal) -> None:
+        """See Consensus.begin."""
+        self._mine = mine
         self._number += 1
         self._board.write(self._number, mine.to_vector())
+
+    def finish(self) -> list[Proposal]:
+        """See Consensus.finish."""
+        mine = self._mine
         start = time.monotonic()
         proposals = []
         for ep_rank in range(len(self._ranks)):
@@ -142,20 +148,20 @@ def make_consensus(settings: WorkerSettings, group: EPGroup) -> Consensus:
     Raises:
         InvalidArgumentError: shared_memory is asked for, but the ranks do not share a host.
     """
+    timeout_seconds = settings.collective_timeout_seconds
+    over_gloo = GlooConsensus(num_ranks=group.num_ranks, group=group.control_group, timeout_seconds=timeout_seconds)
     if group.num_ranks == 1 or settings.consensus == "gloo":
-        return GlooConsensus(num_ranks=group.num_ranks, group=group.control_group)
+        return over_gloo
     board, ranks, problem = _open_board(group)
     if board is not None:
         log.info("consensus chosen", consensus="shared_memory")
-        return BoardConsensus(
-            board, ep_rank=group.ep_rank, ranks=ranks, timeout_seconds=settings.collective_timeout_seconds
-        )
+        return BoardConsensus(board, ep_rank=group.ep_rank, ranks=ranks, timeout_seconds=timeout_seconds)
     if settings.consensus == "shared_memory":
         raise InvalidArgumentError(
             f"EPILORA_CONSENSUS is shared_memory, but {problem}; use gloo, or auto", reason="NO_SHARED_MEMORY"
         )
     log.info("consensus chosen", consensus="gloo", why=problem)
-    return GlooConsensus(num_ranks=group.num_ranks, group=group.control_group)
+    return over_gloo
 
 
 def _open_board(group: EPGroup) -> tuple[StepBoard | None, list[ProcessIdentity], str]:

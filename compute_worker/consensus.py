@@ -7,7 +7,9 @@ All ranks exchange one vector of int64, whatever carries the tensors: over gloo 
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -71,66 +73,103 @@ class Proposal(NamedTuple):
         return cls(step, tokens, layer, expert_tokens, acknowledged, refused, entry, stopping != 0)
 
 
-class Consensus(Protocol):
-    """Exchanges proposals between the ranks of a group. One thread calls exchange and rest."""
+class Consensus(ABC):
+    """Exchanges proposals between the ranks of a group. One thread calls all methods but ring.
 
-    def exchange(self, mine: Proposal) -> list[Proposal]:
-        """Everybody's proposal, in order of rank.
+    Attributes:
+        overlaps: an exchange takes so long that it should begin while the step before computes.
+    """
+
+    overlaps: bool = False
+
+    @abstractmethod
+    def begin(self, mine: Proposal) -> None:
+        """Sends this rank's proposal, and waits for nobody. The exchange before must be finished.
+
+        Raises:
+            UnavailableError: reason RANK_LOST; a rank is gone.
+        """
+
+    @abstractmethod
+    def finish(self) -> list[Proposal]:
+        """Everybody's proposal of the exchange that was begun, in order of rank.
 
         Raises:
             UnavailableError: reason RANK_LOST; a rank is gone, or did not answer in time.
         """
-        ...
 
+    def exchange(self, mine: Proposal) -> list[Proposal]:
+        """begin and finish."""
+        self.begin(mine)
+        return self.finish()
+
+    @abstractmethod
     def rest_seconds(self, idle_seconds: float) -> float:
         """How long to rest between two exchanges without work, when the last work was so long ago."""
-        ...
 
+    @abstractmethod
     def rest(self, wake: threading.Event, seconds: float) -> None:
         """Waits until `wake` is set (and `ring` called), another rank began the next exchange, or time is up.
 
         Whether it sees that another rank began depends on the implementation, and `rest_seconds` on that.
         """
-        ...
 
+    @abstractmethod
     def ring(self) -> None:
         """Ends `rest`, once its event is set. Any thread."""
-        ...
 
+    @abstractmethod
     def abandon(self) -> None:
         """This rank gives the group up. Ends ranks of this host that are stopped, where it can: they would not end
         by the SIGTERM that follows, and hold up the group's restart."""
-        ...
 
 
-class GlooConsensus:
-    """Exchanges proposals over a gloo process group.
+class GlooConsensus(Consensus):
+    """Exchanges proposals over a gloo process group, whose own threads do so beside the step thread.
 
     Args:
         num_ranks: ranks in the group; with one, nothing is exchanged.
-        group: gloo process group of the ranks; its timeout bounds the wait.
+        group: gloo process group of the ranks.
+        timeout_seconds: deadline of one exchange.
     """
 
-    def __init__(self, *, num_ranks: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, *, num_ranks: int, group: dist.ProcessGroup | None, timeout_seconds: float) -> None:
         self._num_ranks = num_ranks
         self._group = group
+        self._timeout = timedelta(seconds=timeout_seconds)
         self._received = torch.empty(num_ranks, NUM_FIELDS, dtype=torch.int64)
+        self._mine = Proposal(step=0)
+        self._work: dist.Work | None = None
+        self.overlaps = num_ranks > 1
 
-    def exchange(self, mine: Proposal) -> list[Proposal]:
-        """See Consensus.exchange. Waits as long as the group's timeout."""
+    def begin(self, mine: Proposal) -> None:
+        """See Consensus.begin."""
+        self._mine = mine
+        if self._num_ranks == 1:
+            return
+        vector = torch.tensor(mine.to_vector(), dtype=torch.int64)
+        try:
+            self._work = dist.all_gather_into_tensor(self._received.view(-1), vector, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def finish(self) -> list[Proposal]:
+        """See Consensus.finish."""
+        mine = self._mine
         if self._num_ranks == 1:
             return [mine]
+        assert self._work is not None, "no exchange was begun"
         try:
-            dist.all_gather_into_tensor(
-                self._received.view(-1), torch.tensor(mine.to_vector(), dtype=torch.int64), group=self._group
-            )
+            self._work.wait(self._timeout)
         except RuntimeError as error:
-            raise UnavailableError(
-                f"step {mine.step}: the other ranks did not answer: {error}", reason="RANK_LOST"
-            ) from error
+            raise self._lost(error) from error
+        self._work = None
         proposals = [Proposal.from_vector(vector) for vector in self._received.tolist()]
         assert all(p.step == mine.step for p in proposals), f"ranks are at steps {[p.step for p in proposals]}"
         return proposals
+
+    def _lost(self, error: RuntimeError) -> UnavailableError:
+        return UnavailableError(f"step {self._mine.step}: the other ranks did not answer: {error}", reason="RANK_LOST")
 
     def rest_seconds(self, idle_seconds: float) -> float:
         """See Consensus.rest_seconds. Short while there are other ranks: `rest` does not see them begin."""

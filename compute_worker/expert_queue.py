@@ -40,6 +40,8 @@ class ExpertCall:
 class ExpertQueue:
     """First come, first served; calls that fit the first one's batch go along with it.
 
+    A step may be planned before the one ahead of it has run. What is planned is computed: the other ranks count on it.
+
     Args:
         max_num_tokens: tokens in one batch; a single larger call is a batch of its own.
         slot_of: adapter slot of a generation, None if it is not active on this rank.
@@ -53,8 +55,14 @@ class ExpertQueue:
         self._slot_of = slot_of
         self._is_staged = is_staged
         self._waiting: deque[ExpertCall] = deque()
+        self._planned: list[ExpertCall] = []
 
     def __len__(self) -> int:
+        return len(self._waiting) + len(self._planned)
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls that are in no plan yet."""
         return len(self._waiting)
 
     def add(self, call: ExpertCall) -> None:
@@ -62,37 +70,40 @@ class ExpertQueue:
         self._waiting.append(call)
 
     def uses(self, generation: int) -> bool:
-        """Whether a waiting call needs a generation of an adapter."""
-        return any(generation in call.adapter_generations for call in self._waiting)
+        """Whether a call, waiting or planned, needs a generation of an adapter."""
+        return any(generation in call.adapter_generations for call in (*self._planned, *self._waiting))
 
     def plan(self) -> list[ExpertCall]:
-        """Calls of the next batch, all of one layer; they stay queued until `finish`."""
+        """Calls of the next batch, all of one layer; they keep their adapters until `finish`."""
         while self._waiting and not self._accept(self._waiting[0]):
             self._waiting.popleft()
         # Another rank may have applied an activation a moment before this one.
         if not self._waiting or not self._is_active(self._waiting[0]):
             return []
-        first = self._waiting[0]
+        first = self._waiting.popleft()
         batch, total = [first], first.num_tokens
-        for call in list(self._waiting)[1:]:
+        while self._waiting:
+            call = self._waiting[0]
             if not call.goes_with(first) or total + call.num_tokens > self._max_num_tokens:
                 break
             if not self._is_active(call) or call.result.cancelled():
                 break
-            batch.append(call)
+            batch.append(self._waiting.popleft())
             total += call.num_tokens
+        self._planned += batch
         return batch
 
     def finish(self, batch: list[ExpertCall]) -> None:
         """Takes calls out that were computed."""
         done = {id(call) for call in batch}
-        self._waiting = deque(call for call in self._waiting if id(call) not in done)
+        self._planned = [call for call in self._planned if id(call) not in done]
 
     def fail_all(self, error: EpiloraError) -> None:
         """Ends every call with an error."""
-        for call in self._waiting:
+        for call in (*self._planned, *self._waiting):
             if call.result.set_running_or_notify_cancel():
                 call.result.set_exception(error)
+        self._planned.clear()
         self._waiting.clear()
 
     def _is_active(self, call: ExpertCall) -> bool:

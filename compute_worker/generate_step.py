@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from collections.abc import Sequence as SequenceOf
 
 import numpy as np
@@ -44,34 +44,62 @@ class GenerateStep:
         self._slot_of = slot_of
         self._sampler = Sampler()
 
-    def run(self, chunks: list[Chunk], num_tokens_per_rank: SequenceOf[int]) -> None:
-        """Computes one step with all other ranks; `chunks` may be empty on this one."""
-        if not chunks:
-            self._runner.forward(None, num_tokens_per_rank)
-            self.send()
-            return
-        batch, rows_of = self._batch(chunks)
+    def run(
+        self,
+        chunks: list[Chunk],
+        num_tokens_per_rank: SequenceOf[int],
+        plan_next: Callable[[], SequenceOf[Chunk]] = tuple,
+    ) -> None:
+        """Computes one step with all other ranks.
+
+        Args:
+            chunks: of this rank; may be empty.
+            num_tokens_per_rank: tokens of every rank, agreed before.
+            plan_next: called once, before the step's tokens are known; the chunks that are promised for the next step.
+        """
+        # A decode step is launched in no time, so there the device need not wait for the planning. Others may take the
+        # host as long as the device.
+        decodes = all(chunk.length == 1 for chunk in chunks)
+        launches_first = self._defers and decodes and max(num_tokens_per_rank) <= self._runner.max_num_sequences
+        promised = () if launches_first else plan_next()
+        batch, rows_of = self._batch(chunks) if chunks else (None, {})
         logits_NV = self._runner.forward(batch, num_tokens_per_rank)
-        assert logits_NV is not None
+        if launches_first:
+            promised = plan_next()
         # On a GPU the step has only begun.
         self.send()
+        if logits_NV is not None:
+            self._sample(chunks, logits_NV, rows_of, {id(chunk.sequence) for chunk in promised})
+            if not self._defers:
+                self.send()
+
+    def _sample(
+        self, chunks: list[Chunk], logits_NV: torch.Tensor, rows_of: dict[int, range], promised: Container[int]
+    ) -> None:
+        """Gives the sequences their tokens; those that end leave, or, if promised, once their next chunk has run."""
         for chunk in chunks:
             chunk.sequence.num_computed = chunk.start + chunk.length
-        finishing = [chunk for chunk in chunks if chunk.completes]
+        finishing = [chunk for chunk in chunks if chunk.completes and not chunk.sequence.ended]
         tokens: list[int | None] = []
         if finishing:
             last_rows = torch.tensor([rows_of[id(chunk)].stop - 1 for chunk in finishing], device=logits_NV.device)
             tokens = self._sampler.sample(logits_NV[last_rows], [chunk.sequence for chunk in finishing])
         token_of = {id(chunk): token for chunk, token in zip(finishing, tokens, strict=True)}
         for chunk in chunks:
-            if chunk.completes and token_of[id(chunk)] is None:
-                # One request's bad numbers end that request, not the step of all others.
-                self._unsent.append((chunk.sequence, _not_finite(chunk.sequence)))
-                self._scheduler.finish(chunk.sequence)
+            sequence = chunk.sequence
+            if sequence.ended:
+                self._scheduler.finish(sequence)
                 continue
-            self._collect(chunk, token_of.get(id(chunk)), logits_NV, rows_of[id(chunk)])
-        if not self._defers:
-            self.send()
+            if id(chunk) in token_of and token_of[id(chunk)] is None:
+                # One request's bad numbers end that request, not the step of all others.
+                self._unsent.append((sequence, _not_finite(sequence)))
+                ends = True
+            else:
+                ends = self._collect(chunk, token_of.get(id(chunk)), logits_NV, rows_of[id(chunk)])
+            if ends and id(sequence) in promised:
+                sequence.ended = True
+            elif ends:
+                self._scheduler.finish(sequence)
 
     def send(self) -> None:
         """Hands over what earlier steps yielded."""
@@ -91,7 +119,8 @@ class GenerateStep:
         for chunk in chunks:
             sequence, first = chunk.sequence, len(token_ids)
             stop = chunk.start + chunk.length
-            token_ids += sequence.token_ids[chunk.start : stop]
+            # Who ended without a token, since the logits were not finite, has none to go on with; any will do.
+            token_ids += sequence.token_ids[chunk.start : stop] or [0]
             positions += range(chunk.start, stop)
             slots += [self._slot_of(sequence.request.adapter_generation)] * chunk.length
             spans.append(
@@ -113,11 +142,14 @@ class GenerateStep:
 
     def _wanted_rows(self, chunk: Chunk, first: int) -> range:
         """Rows of the batch whose logits are needed: the last, and all of the prompt if asked for."""
+        if chunk.sequence.ended:
+            return range(0)
         if chunk.sequence.request.return_prompt_logits and chunk.start < chunk.sequence.num_prompt:
             return range(first, first + chunk.length)
         return range(first + chunk.length - 1, first + chunk.length) if chunk.completes else range(0)
 
-    def _collect(self, chunk: Chunk, token: int | None, logits_NV: torch.Tensor, rows: range) -> None:
+    def _collect(self, chunk: Chunk, token: int | None, logits_NV: torch.Tensor, rows: range) -> bool:
+        """Notes what is to be sent; True if the sequence ends with it."""
         sequence = chunk.sequence
         request = sequence.request
         outputs: list[GenerateOutput] = []
@@ -135,8 +167,7 @@ class GenerateStep:
             logits = _to_numpy(logits_NV[rows.stop - 1 : rows.stop]) if request.return_logits else None
             outputs.append(GenerateOutput(token_ids=(token,), logits_NV=logits, finish=finish))
         self._unsent += [(sequence, output) for output in outputs]
-        if finish is not Finish.NOT_YET:
-            self._scheduler.finish(sequence)
+        return finish is not Finish.NOT_YET
 
 
 def _not_finite(sequence: Sequence) -> FailedPreconditionError:

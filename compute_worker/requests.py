@@ -147,6 +147,8 @@ class Sequence:
     place: int = -1
     """Among the running sequences of its rank; -1 while it waits."""
     cancelled: bool = False
+    ended: bool = False
+    """Its answer is complete, but the next step has a chunk of it, which the other ranks count on."""
     order: int = field(default_factory=lambda: next(_order))
 
     def __post_init__(self) -> None:

@@ -4,12 +4,15 @@ First come, first served. Each running sequence that is past its prompt gets its
 what is left of the token budget goes to prompts, in chunks. Waiting sequences are admitted while
 there is a place and all the key/value blocks they can ever need are free. A running sequence keeps
 its place to the end: recurrent layers keep its state there.
+
+A step may be planned before the one ahead of it has run. Its chunks are promised then, since the other ranks
+count on them: they are computed even if their sequence turns out to have ended, or is cancelled, in between.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from compute_worker.kv_blocks import KVBlockPool
@@ -78,19 +81,24 @@ class Scheduler:
         """Whether any sequence, running or waiting, needs a generation of an adapter."""
         return any(s.request.adapter_generation == generation for s in (*self._running, *self._waiting))
 
-    def plan(self) -> list[Chunk]:
-        """The next step's tokens; empty if there is nothing to do. Drops what was cancelled."""
-        self._drop_cancelled()
+    def plan(self, after: Iterable[Chunk] = ()) -> list[Chunk]:
+        """The next step's tokens; empty if there is nothing to do. Drops what was cancelled.
+
+        Args:
+            after: chunks of a step that has yet to run; the plan is for the one behind it. Nothing of them is dropped.
+                Sequences that get their last token in them, by max_tokens, have none here.
+        """
+        under_way = {id(chunk.sequence): chunk for chunk in after}
+        self._drop_cancelled(under_way)
         self._admit()
         budget = self._max_num_batched_tokens
         chunks: list[Chunk] = []
-        decodes_first = sorted(self._running, key=lambda s: (len(s.token_ids) - s.num_computed > 1, s.order))
-        for sequence in decodes_first:
-            length = min(len(sequence.token_ids) - sequence.num_computed, budget)
-            if length <= 0:
-                break
-            chunks.append(Chunk(sequence=sequence, start=sequence.num_computed, length=length))
-            budget -= length
+        left = [(s, *_left(s, under_way.get(id(s)))) for s in self._running]
+        for sequence, start, num_left in sorted(left, key=lambda item: (item[2] > 1, item[0].order)):
+            length = min(num_left, budget)
+            if length > 0:
+                chunks.append(Chunk(sequence=sequence, start=start, length=length))
+                budget -= length
         return chunks
 
     def finish(self, sequence: Sequence) -> None:
@@ -101,13 +109,14 @@ class Scheduler:
     def fail_all(self, error: EpiloraError) -> None:
         """Ends every sequence with an error."""
         for sequence in (*self._running, *self._waiting):
-            sequence.outputs.put(error)
+            if not sequence.ended:
+                sequence.outputs.put(error)
             self._release(sequence)
         self._running.clear()
         self._waiting.clear()
 
-    def _drop_cancelled(self) -> None:
-        for sequence in [s for s in self._running if s.cancelled]:
+    def _drop_cancelled(self, under_way: Container[int]) -> None:
+        for sequence in [s for s in self._running if s.cancelled and id(s) not in under_way]:
             self.finish(sequence)
         if any(s.cancelled for s in self._waiting):
             self._waiting = deque(s for s in self._waiting if not s.cancelled)
@@ -139,6 +148,18 @@ class Scheduler:
         if sequence.place >= 0:
             self._places.append(sequence.place)
             sequence.place = -1
+
+
+def _left(sequence: Sequence, under_way: Chunk | None) -> tuple[int, int]:
+    """The first position to be computed, and how many follow, once the chunk under way is done; 0 if it ends there."""
+    if under_way is None:
+        return sequence.num_computed, len(sequence.token_ids) - sequence.num_computed
+    start = under_way.start + under_way.length
+    if sequence.cancelled or sequence.ended:
+        return start, 0
+    if not under_way.completes:
+        return start, len(sequence.token_ids) - start
+    return start, int(sequence.num_generated + 1 < sequence.request.max_tokens)
 
 
 def _not_resident(sequence: Sequence) -> FailedPreconditionError:

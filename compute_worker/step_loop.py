@@ -3,6 +3,9 @@
 Each turn: take in what arrived, plan, agree with the other ranks (`Consensus`), flip adapters (`ControlLog`),
 then one generate step and one expert step, if any rank has such work. A rank without work joins
 the collectives with no tokens. The loop waits for the other ranks only, never for a client.
+
+Where agreeing takes long (`Consensus.overlaps`), a turn with work plans the next one before its own tokens are known,
+so that the ranks agree on that while they compute. What arrives during a step then waits for the second one after it.
 """
 
 from __future__ import annotations
@@ -11,7 +14,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 import structlog
 import torch
@@ -30,6 +35,14 @@ log = structlog.get_logger(__name__)
 
 _WAITING_SECONDS = 0.002
 """Between two turns without work while something waits here, for an adapter that is about to be active."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What this rank does in a step, as its proposal says."""
+
+    chunks: list[Chunk]
+    calls: list[ExpertCall]
 
 
 class StepLoop:
@@ -74,6 +87,8 @@ class StepLoop:
         self._wake = threading.Event()
         self._stopping = False
         self._step = 0
+        self._next: _Plan | None = None
+        self._worked = False
         self._last_turn = time.monotonic()
         self._last_work = self._last_turn
         self.statistics = StepStatistics()
@@ -172,16 +187,55 @@ class StepLoop:
         self._control.fail_all(error)
 
     def _turn(self) -> bool:
-        self._take_in()
         self._step += 1
+        planned, self._next = self._next, None
+        plan = planned or self._propose(self._step)
+        start = time.perf_counter()
+        proposals = self._consensus.finish()
+        waited = time.perf_counter() - start
+        outstanding = self._control.advance(
+            step=self._step,
+            announced=proposals[0].announced,
+            acknowledged=[p.acknowledged for p in proposals],
+            refused=[p.refused for p in proposals],
+        )
+        works = any(p.num_tokens or p.expert_layer != NO_LAYER for p in proposals)
+        stops = all(p.stopping for p in proposals)
+        if works and self._worked:
+            self.statistics.record_wait(waited)
+        self._worked = works
+        # The same on all ranks.
+        plans_next = works and not stops and self._consensus.overlaps
+        self._generate_step(plan.chunks, [p.num_tokens for p in proposals], plans_next=plans_next)
+        if plans_next and self._next is None:
+            self._plan_next([])
+        self._expert_step(plan.calls, proposals)
+        self._runner.placed.expert_load.refresh(worked=works)
+        self._last_turn = time.monotonic()
+        if stops:
+            return False
+        if works:
+            self._last_work = self._last_turn
+        elif not outstanding and planned is None:
+            # After a plan made ahead something may have arrived that it does not have yet.
+            self._rest()
+        return True
+
+    def _propose(self, step: int, after: SequenceOf[Chunk] = ()) -> _Plan:
+        """Plans a step, as if the chunks of the one ahead of it had run, and tells the other ranks.
+
+        Nothing is taken in between a proposal and the end of its exchange: what it says of the control log stays true.
+        The step that runs in between can only end the use of an adapter.
+        """
+        self._take_in()
         # With a ratio of n, n - 1 of n steps are for ExpertService calls alone, while there are any. Steps are
         # counted together, so ranks with such calls leave out their generate tokens in the same steps.
-        generates = self._step % self._expert_ratio == 0 or not len(self._experts)
-        chunks = self._scheduler.plan() if generates else []
+        generates = step % self._expert_ratio == 0 or not self._experts.num_waiting
+        chunks = self._scheduler.plan(after) if generates else []
         calls = self._experts.plan()
-        proposals = self._consensus.exchange(
+        self._consensus.begin(
             Proposal(
-                step=self._step,
+                step=step,
                 num_tokens=sum(chunk.length for chunk in chunks),
                 expert_layer=calls[0].layer if calls else NO_LAYER,
                 num_expert_tokens=sum(call.num_tokens for call in calls),
@@ -191,23 +245,12 @@ class StepLoop:
                 stopping=self._stopping,
             )
         )
-        outstanding = self._control.advance(
-            step=self._step,
-            announced=proposals[0].announced,
-            acknowledged=[p.acknowledged for p in proposals],
-            refused=[p.refused for p in proposals],
-        )
-        worked = self._generate_step(chunks, [p.num_tokens for p in proposals])
-        worked |= self._expert_step(calls, proposals)
-        self._runner.placed.expert_load.refresh(worked=worked)
-        self._last_turn = time.monotonic()
-        if all(p.stopping for p in proposals):
-            return False
-        if worked:
-            self._last_work = self._last_turn
-        elif not outstanding:
-            self._rest()
-        return True
+        return _Plan(chunks=chunks, calls=calls)
+
+    def _plan_next(self, chunks: list[Chunk]) -> list[Chunk]:
+        """Plans the next step while that of these chunks has yet to run; its chunks."""
+        self._next = self._propose(self._step + 1, after=chunks)
+        return self._next.chunks
 
     def _rest(self) -> None:
         seconds = self._consensus.rest_seconds(self._last_turn - self._last_work)
@@ -223,17 +266,16 @@ class StepLoop:
             except queue.Empty:
                 return
 
-    def _generate_step(self, chunks: list[Chunk], num_tokens_per_rank: list[int]) -> bool:
+    def _generate_step(self, chunks: list[Chunk], num_tokens_per_rank: list[int], *, plans_next: bool) -> None:
         if not any(num_tokens_per_rank):
             self._generate.send()
-            return False
+            return
         start = time.perf_counter()
-        self._generate.run(chunks, num_tokens_per_rank)
+        self._generate.run(chunks, num_tokens_per_rank, (lambda: self._plan_next(chunks)) if plans_next else list)
         mine = num_tokens_per_rank[self._ep_rank]
         self.statistics.record("generate", num_tokens=mine, seconds=time.perf_counter() - start)
-        return True
 
-    def _expert_step(self, calls: list[ExpertCall], proposals: list[Proposal]) -> bool:
+    def _expert_step(self, calls: list[ExpertCall], proposals: list[Proposal]) -> None:
         layers = sorted({p.expert_layer for p in proposals if p.expert_layer != NO_LAYER})
         for layer in layers:
             start = time.perf_counter()
@@ -241,7 +283,6 @@ class StepLoop:
             mine = calls if calls and calls[0].layer == layer else []
             self._forward_experts(layer, mine, num_tokens)
             self.statistics.record("expert", num_tokens=num_tokens[self._ep_rank], seconds=time.perf_counter() - start)
-        return bool(layers)
 
     def _forward_experts(self, layer: int, calls: list[ExpertCall], num_tokens: list[int]) -> None:
         if not calls:

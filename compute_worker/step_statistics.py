@@ -21,6 +21,8 @@ class StepStatistics:
         self._tokens: Counter[str] = Counter()
         self._seconds: dict[str, float] = {}
         self._buckets = [0] * (len(_BOUNDS) + 1)
+        self._num_waits = 0
+        self._wait_seconds = 0.0
 
     def record(self, kind: str, *, num_tokens: int, seconds: float) -> None:
         """Notes a step of a kind ("generate" or "expert") that computed something on this rank or another."""
@@ -30,6 +32,12 @@ class StepStatistics:
             self._seconds[kind] = self._seconds.get(kind, 0.0) + seconds
             if kind == "generate":
                 self._buckets[bisect.bisect_left(_BOUNDS, seconds)] += 1
+
+    def record_wait(self, seconds: float) -> None:
+        """Notes how long this rank waited for the others' messages between two steps that computed something."""
+        with self._lock:
+            self._num_waits += 1
+            self._wait_seconds += seconds
 
     def to_proto(
         self, *, num_expert_layers: Mapping[str, int], num_steps_by_form: Mapping[str, int]
@@ -48,4 +56,6 @@ class StepStatistics:
                 bucket_counts=cumulative,
                 num_expert_layers=num_expert_layers,
                 num_steps_by_form=num_steps_by_form,
+                num_consensus_waits=self._num_waits,
+                consensus_wait_seconds=self._wait_seconds,
             )

@@ -11,7 +11,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from epilora.v1 import loader_service_pb2
@@ -128,6 +134,11 @@ class StateCollector(Collector):
         seconds = CounterMetricFamily("epilora_steps_seconds", "Seconds spent in steps.", labels=labels)
         tokens = CounterMetricFamily("epilora_steps_tokens", "Tokens computed in steps.", labels=labels)
         times = HistogramMetricFamily("epilora_step_seconds", "Duration of generate steps.", labels=["ep_rank"])
+        waits = SummaryMetricFamily(
+            "epilora_consensus_wait_seconds",
+            "How long a rank waited for the other ranks' messages between two steps that computed something.",
+            labels=["ep_rank"],
+        )
         for rank in self._group.ranks:
             if rank.info is None:
                 continue
@@ -139,11 +150,12 @@ class StateCollector(Collector):
             ):
                 for kind, value in sorted(values.items()):
                     family.add_metric([label, kind], value)
+            waits.add_metric([label], statistics.num_consensus_waits, statistics.consensus_wait_seconds)
             bounds = [*(str(bound) for bound in statistics.bucket_bounds), "+Inf"]
             if len(bounds) == len(statistics.bucket_counts):
                 buckets = list(zip(bounds, statistics.bucket_counts, strict=True))
                 times.add_metric([label], buckets, sum_value=statistics.seconds.get("generate", 0.0))
-        yield from (steps, seconds, tokens, times)
+        yield from (steps, seconds, tokens, times, waits)
         yield from self._forms()
 
     def _forms(self) -> Iterator[Metric]:

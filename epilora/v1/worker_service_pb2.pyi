@@ -72,7 +72,7 @@ class LocalAdapterLoad(_message.Message):
     def __init__(self, name: _Optional[str] = ..., generation: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LocalExpertLoad, _Mapping]]] = ...) -> None: ...
 
 class StepStatistics(_message.Message):
-    __slots__ = ("num_steps", "seconds", "num_tokens", "bucket_bounds", "bucket_counts", "num_expert_layers", "num_steps_by_form")
+    __slots__ = ("num_steps", "seconds", "num_tokens", "bucket_bounds", "bucket_counts", "num_expert_layers", "num_steps_by_form", "num_consensus_waits", "consensus_wait_seconds")
     class NumStepsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,8 @@ class StepStatistics(_message.Message):
     BUCKET_COUNTS_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPERT_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_BY_FORM_FIELD_NUMBER: _ClassVar[int]
+    NUM_CONSENSUS_WAITS_FIELD_NUMBER: _ClassVar[int]
+    CONSENSUS_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     num_steps: _containers.ScalarMap[str, int]
     seconds: _containers.ScalarMap[str, float]
     num_tokens: _containers.ScalarMap[str, int]
@@ -122,7 +124,9 @@ class StepStatistics(_message.Message):
     bucket_counts: _containers.RepeatedScalarFieldContainer[int]
     num_expert_layers: _containers.ScalarMap[str, int]
     num_steps_by_form: _containers.ScalarMap[str, int]
-    def __init__(self, num_steps: _Optional[_Mapping[str, int]] = ..., seconds: _Optional[_Mapping[str, float]] = ..., num_tokens: _Optional[_Mapping[str, int]] = ..., bucket_bounds: _Optional[_Iterable[float]] = ..., bucket_counts: _Optional[_Iterable[int]] = ..., num_expert_layers: _Optional[_Mapping[str, int]] = ..., num_steps_by_form: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    num_consensus_waits: int
+    consensus_wait_seconds: float
+    def __init__(self, num_steps: _Optional[_Mapping[str, int]] = ..., seconds: _Optional[_Mapping[str, float]] = ..., num_tokens: _Optional[_Mapping[str, int]] = ..., bucket_bounds: _Optional[_Iterable[float]] = ..., bucket_counts: _Optional[_Iterable[int]] = ..., num_expert_layers: _Optional[_Mapping[str, int]] = ..., num_steps_by_form: _Optional[_Mapping[str, int]] = ..., num_consensus_waits: _Optional[int] = ..., consensus_wait_seconds: _Optional[float] = ...) -> None: ...
 
 class StageAdapterRequest(_message.Message):
     __slots__ = ("name", "generation", "slice")

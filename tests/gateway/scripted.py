@@ -154,6 +154,7 @@ class ScriptedWorker(worker_service_pb2_grpc.WorkerServiceServicer):
             expert_load=self._expert_load(),
             memory=cluster_service_pb2.RankMemory(ep_rank=self.ep_rank, adapters=adapters),
             max_sequence_length=MAX_SEQUENCE_LENGTH,
+            steps=worker_service_pb2.StepStatistics(num_consensus_waits=4, consensus_wait_seconds=0.5),
             group_instance_id=self.ranks.instance,
         )
 

@@ -43,6 +43,8 @@ async def test_metrics_show_requests_adapters_and_ranks(cluster: Cluster) -> Non
     assert seen["epilora_adapters", (("state", "SERVING"),)] == 1
     assert seen["epilora_adapter_resident_bytes", (("adapter", "a"),)] == 200
     assert seen["epilora_rank_ready", (("ep_rank", "1"),)] == 1
+    assert seen["epilora_consensus_wait_seconds_count", (("ep_rank", "1"),)] == 4
+    assert seen["epilora_consensus_wait_seconds_sum", (("ep_rank", "1"),)] == 0.5
     assert seen["epilora_loader_cache_used_bytes", ()] == 7
     assert seen["epilora_group_restarts_total", ()] == 0
     await cluster.client.unload("a")

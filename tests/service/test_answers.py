@@ -65,17 +65,18 @@ def _ask(service: Service, prompt: list[int], adapter: str) -> tuple[list[int], 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "placement"),
+    ("ranks", "placement", "consensus"),
     [
-        pytest.param(1, "linear", id="1 rank", marks=pytest.mark.soak),
-        pytest.param(2, "round_robin", id="2 ranks, round robin", marks=pytest.mark.soak),
-        pytest.param(2, "explicit", id="2 ranks, explicit with a redundant expert"),
-        pytest.param(4, "linear", id="4 ranks, linear with a remainder"),
+        pytest.param(1, "linear", "auto", id="1 rank", marks=pytest.mark.soak),
+        pytest.param(2, "round_robin", "gloo", id="2 ranks, round robin, gloo", marks=pytest.mark.soak),
+        pytest.param(2, "explicit", "auto", id="2 ranks, explicit with a redundant expert"),
+        pytest.param(4, "linear", "gloo", id="4 ranks, linear with a remainder, gloo"),
     ],
 )
-def test_a_mixed_batch_gives_pefts_tokens_and_logits(
+def test_a_mixed_batch_gives_pefts_tokens_and_logits(  # noqa: PLR0917 parameters and fixtures
     ranks: int,
     placement: str,
+    consensus: str,
     expected: dict[tuple[str, int], tuple[list[int], torch.Tensor]],
     fused_adapter: Path,
     tmp_path: Path,
@@ -85,7 +86,8 @@ def test_a_mixed_batch_gives_pefts_tokens_and_logits(
         path.write_text(json.dumps(EXPLICIT))
         placement = str(path)
     roots = [fused_adapter.parent, DEMO]
-    with Service(CHECKPOINT, ranks=ranks, adapter_roots=roots, args=[f"--placement={placement}"]) as service:
+    args, environment = [f"--placement={placement}"], {"EPILORA_CONSENSUS": consensus}
+    with Service(CHECKPOINT, ranks=ranks, adapter_roots=roots, args=args, environment=environment) as service:
         service.load("fused", fused_adapter)
         service.load("2d", PER_EXPERT)
         with ThreadPoolExecutor(len(expected)) as pool:

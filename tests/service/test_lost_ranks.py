@@ -90,8 +90,10 @@ def lose_ranks(service: Service, adapters: Path, num_rounds: int) -> None:
         assert {name: service.get(name).generation for name in ADAPTERS} == generations
 
 
-def _start(start_service: Callable[..., Service], models: Path, ranks: int, timeout_seconds: float) -> Service:
-    environment = {"EPILORA_COLLECTIVE_TIMEOUT_SECONDS": str(timeout_seconds)}
+def _start(
+    start_service: Callable[..., Service], models: Path, ranks: int, timeout_seconds: float, consensus: str = "auto"
+) -> Service:
+    environment = {"EPILORA_COLLECTIVE_TIMEOUT_SECONDS": str(timeout_seconds), "EPILORA_CONSENSUS": consensus}
     return start_service(models / "qwen3moe-T", ranks=ranks, environment=environment)
 
 
@@ -99,6 +101,14 @@ def _start(start_service: Callable[..., Service], models: Path, ranks: int, time
 def test_lost_ranks_come_back(start_service: Callable[..., Service], models: Path, adapters: Path) -> None:
     """Three rounds of each signal; a short deadline, since each rank that stops costs one."""
     lose_ranks(_start(start_service, models, 2, 4.0), adapters, 3)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_lost_ranks_come_back_where_steps_are_planned_ahead(
+    start_service: Callable[..., Service], models: Path, adapters: Path
+) -> None:
+    lose_ranks(_start(start_service, models, 3, 4.0, "gloo"), adapters, 5)
 
 
 @pytest.mark.soak

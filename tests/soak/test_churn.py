@@ -121,10 +121,13 @@ def _prompt_that_tells_apart(service: Service) -> tuple[list[int], dict[str, lis
     raise AssertionError("no prompt tells the two adapters apart at every token")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_churn_under_traffic(ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "consensus"), [(1, "auto"), (2, "auto"), (3, "gloo")], ids=["1 rank", "2 ranks", "3 ranks, gloo"]
+)
+def test_churn_under_traffic(ranks: int, consensus: str) -> None:
     model = FIXTURES / "models" / "qwen3moe-T"
-    with Service(model, ranks=ranks, adapter_roots=[FIXTURES / "adapters"]) as service:
+    environment = {"EPILORA_CONSENSUS": consensus}
+    with Service(model, ranks=ranks, adapter_roots=[FIXTURES / "adapters"], environment=environment) as service:
         prompt, answers = _prompt_that_tells_apart(service)
         service.load("steady", SOURCES[3])
         service.load("hot", SOURCES[0])

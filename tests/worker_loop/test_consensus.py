@@ -35,16 +35,18 @@ def _rank(rank: int, store: str, results: Any) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=20)
     )
-    consensus = GlooConsensus(num_ranks=2, group=dist.group.WORLD)
+    consensus = GlooConsensus(num_ranks=2, group=dist.group.WORLD, timeout_seconds=20)
     results.put((rank, consensus.exchange(_proposal(rank))))
     if rank == 1:
         time.sleep(0.5)
         os._exit(0)
+    # Rank 1 never begins this one.
+    consensus.begin(_proposal(rank))
     start = time.monotonic()
     try:
-        consensus.exchange(_proposal(rank))
+        consensus.finish()
     except UnavailableError as error:
-        results.put(("lost", error.reason, time.monotonic() - start))
+        results.put(("lost", error.reason, error.message, time.monotonic() - start))
 
 
 def test_a_proposal_survives_the_vector() -> None:
@@ -53,7 +55,9 @@ def test_a_proposal_survives_the_vector() -> None:
 
 
 def test_one_rank_hears_itself() -> None:
-    assert GlooConsensus(num_ranks=1, group=None).exchange(_proposal(1)) == [_proposal(1)]
+    alone = GlooConsensus(num_ranks=1, group=None, timeout_seconds=20)
+    assert alone.exchange(_proposal(1)) == [_proposal(1)]
+    assert not alone.overlaps
 
 
 @pytest.mark.timeout(90)
@@ -72,4 +76,5 @@ def test_two_ranks_hear_each_other_and_one_notices_the_others_end(tmp_path: Path
     assert heard == {0: [_proposal(0), _proposal(1)], 1: [_proposal(0), _proposal(1)]}
     lost = next(item for item in got if item[0] == "lost")
     assert lost[1] == "RANK_LOST"
-    assert lost[2] < 10
+    assert lost[2].startswith("step 7: the other ranks did not answer")
+    assert lost[3] < 10
