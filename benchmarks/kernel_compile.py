@@ -4,17 +4,23 @@ Each job runs `moe` on tensors without memory, with launches that stop after com
 Triton's disk cache, where the measuring process finds it. So compiling uses all cores while the GPU measures, and costs
 none of its memory.
 
-    python -m benchmarks.kernel_compile
+    python -m benchmarks.kernel_compile [--shapes a --tokens 256,4096] [--set delta_columns=64 --set ask_for_b=true]
 
-needs no GPU: it compiles what steps of the three shapes launch on an H200, and fails if a kernel wants more shared
-memory than a program can have there.
+needs no GPU: it compiles what steps of the three shapes launch on an H200, fails if a kernel wants more shared memory
+than a program can have there, and prints each kernel's registers a thread, stack bytes a thread (spilled registers) and
+shared kilobytes. --set changes a field of the shipped configurations.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import multiprocessing
 import os
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
@@ -105,30 +111,59 @@ def _compile(shape_name: str, num_tokens: int, max_lora_rank: int, config: dict[
     return ""
 
 
+def _resources(kernel: Any) -> str:
+    """Registers and stack bytes of a compiled kernel, as the GPU's own code says. Example: "168r", "255r+40"."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found, f"cuobjdump prints no registers: {text}"
+    return f"{found[1]}r" + (f"+{found[2]}" if found[2] != "0" else "")
+
+
+def _arguments() -> argparse.Namespace:
+    def field(text: str) -> tuple[str, Any]:
+        name, value = text.split("=", 1)
+        return name, json.loads(value)
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES))
+    parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")], default=list(_TOKENS))
+    parser.add_argument("--set", type=field, action="append", default=[], metavar="FIELD=JSON")
+    return parser.parse_args()
+
+
 def main() -> None:
     """See the module."""
+    args = _arguments()
     begin(H200_CAPABILITY)
     from triton.runtime.jit import JITFunction
 
-    wanted: dict[str, int] = {}
+    launched: list[tuple[str, Any]] = []
     run = JITFunction.run
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> Any:
         kernel = run(self, *args, **kwargs)
-        wanted[self.fn.__name__] = max(wanted.get(self.fn.__name__, 0), kernel.metadata.shared)
+        launched.append((self.fn.__name__.removesuffix("_kernel"), kernel))
         return kernel
 
     JITFunction.run = noting
     too_large = False
-    for name, shape in SHAPES.items():
-        for num_tokens in _TOKENS:
+    for name in args.shapes:
+        shape = SHAPES[name]
+        for num_tokens in args.tokens:
             config = choose_config(shape_weights(shape), num_tokens=num_tokens, top_k=shape.top_k, device_name=H200)
             for rank in _LORA_RANKS:
-                wanted.clear()
-                failure = _compile(name, num_tokens, rank, config.to_dict(), 8)
-                most = max(wanted, key=lambda kernel: wanted[kernel])
-                too_large |= bool(failure) or wanted[most] > H200_SHARED_BYTES
-                print(f"{name} {num_tokens:5d} tokens r {rank:3d}: {most} {wanted[most]} bytes {failure}", flush=True)
+                launched.clear()
+                failure = _compile(name, num_tokens, rank, config.to_dict() | dict(args.set), 8)
+                most = max((kernel.metadata.shared for _, kernel in launched), default=0)
+                too_large |= bool(failure) or most > H200_SHARED_BYTES
+                kernels = ", ".join(f"{n} {_resources(k)} {k.metadata.shared >> 10}K" for n, k in launched)
+                print(f"{name} {num_tokens:5d} tokens r {rank:3d}: {most} bytes {failure}; {kernels}", flush=True)
     sys.exit(1 if too_large else 0)
 
 

@@ -80,7 +80,8 @@ def neighbours(best: MoEConfig, field: str) -> Iterator[MoEConfig]:
         by_field: dict[str, list[Any]] = {
             "block_d": [32, 64, 128, 256], "combine_warps": [2, 4, 8], "block_f": [32, 64, 128],
             "act_warps": [1, 2, 4], "span": [1, 2, 3, 6], "shrink_block_k": [64, 128, 256],
-            "pair_block_m": [16, 32, 64], "pdl": [True, False],
+            "pair_block_m": [16, 32, 64], "pdl": [True, False], "delta_columns": [0, 32, 64],
+            "ask_for_b": [True, False], "early_lookups": [True, False],
         }  # fmt: skip
         values = by_field[field]
     for value in values:
@@ -91,11 +92,12 @@ def neighbours(best: MoEConfig, field: str) -> Iterator[MoEConfig]:
 def fields_of(config: MoEConfig) -> list[str]:
     """Fields worth varying, the costliest first. Decode tiles differ by about 1 %: their search is the last."""
     if config.fused:
-        return ["gate_up", "down", "order", "pair_block_m", "shrink_block_k"]
+        return ["delta_columns", "ask_for_b", "gate_up", "down", "order", "pair_block_m", "shrink_block_k"]
     if config.block_m >= 64:
         return ["gate_up", "down", "span", "order", "shrink_block_k", "pair_block_m"]
     fields = ["span", "pdl", "act_warps", "shrink_block_k"]
-    return [*fields, *(["combine_warps", "block_d"] if config.expand_down == "combine" else []), "gate_up", "down"]
+    combines = ["early_lookups", "combine_warps", "block_d"] if config.expand_down == "combine" else []
+    return [*fields, *combines, "gate_up", "down"]
 
 
 def all_candidates(weights: MoEWeights, top_k: int, num_tokens: int) -> list[MoEConfig]:

@@ -54,6 +54,14 @@ class MoEConfig:
     expand_down: str = "combine"
     """Where the down delta is added: combine (row by row) | grouped (its own launch, one pair tile a program) |
     epilogue (of the down GEMM; the fused path's only choice)."""
+    delta_columns: int = 0
+    """Extra K columns of one step of an epilogue that adds deltas by a list of its tile's adapters (32 or 64); 0: it
+    walks the slots between the tile's first and last, 64 columns a step."""
+    ask_for_b: bool = False
+    """With such a list: a GEMM's programs ask for the B of their adapters into L2 before their main loop."""
+    early_lookups: bool = False
+    """With pdl, where combine adds the down deltas: activation and combine look up the table, and read B, before they
+    wait for the GEMM."""
     block_f: int = 128
     """Columns of an activation tile."""
     span: int = 1

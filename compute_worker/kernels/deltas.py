@@ -16,18 +16,16 @@ COLUMNS = tl.constexpr(64)
 
 
 @triton.jit
-def tile_bins(route, expert, start, count, pos, row_mask, slots_1, DIRECT: tl.constexpr):
-    """(bin of each row, first, last adapter slot) of a base tile; bin -1 past its rows, last -1 without any adapter."""
+def slots_of_tile(route, start, count, slots_1, DIRECT: tl.constexpr):
+    """(first, last adapter slot) of a base tile; last -1 without any adapter."""
     if DIRECT > 0:
         last = tl.load(route.header).to(tl.int32)
         last = tl.where(last < slots_1 - 1, last, -1)
         first = last
-        rows_bin = tl.where(row_mask, expert * slots_1 + last + 1, -1)
     else:
-        rows_bin = tl.load(route.row_bin + pos, mask=row_mask, other=-1)
         first = tl.load(route.row_bin + start) % slots_1 - 1
         last = tl.load(route.row_bin + start + count - 1) % slots_1 - 1
-    return rows_bin, tl.maximum(first, 0), last
+    return tl.maximum(first, 0), last
 
 
 @triton.jit

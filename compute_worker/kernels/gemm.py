@@ -2,7 +2,7 @@
 
 `expert_gemm_kernel` computes out[pos] = x[row] @ W[expert]^T. Its grid may start with shrink tiles: they read the same
 rows but other weights, so their bytes share the memory stream of the base weights. Its epilogue may add expanded deltas
-(EXPAND_PROJ).
+(EXPAND_PROJ), by walking slots (`deltas.py`) or, COLUMNS > 0, by the tile's list (`delta_columns.py`).
 `gate_up_act_kernel` computes gate and up columns side by side, adds their deltas and stores only the activation.
 `shrink_kernel` is the shrink alone, for the fused path, where it must finish before the GEMM starts.
 
@@ -17,17 +17,19 @@ import triton
 import triton.language as tl
 
 from compute_worker.kernels.activation import activate
-from compute_worker.kernels.deltas import add_deltas, tile_bins
-from compute_worker.kernels.lora import shrink_tile, wait_for_previous
-from compute_worker.kernels.tiles import base_tile, gathered_row
+from compute_worker.kernels.delta_columns import add_listed_deltas, ask_for_columns, list_columns
+from compute_worker.kernels.deltas import add_deltas, slots_of_tile
+from compute_worker.kernels.lora import let_next_launch, shrink_tile, wait_for_data, wait_for_previous
+from compute_worker.kernels.tiles import base_tile, bin_of_rows, gathered_row
 
 
 @triton.jit
-def _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, expert, start, count, n_block, num_experts, slots_1,
-               num_rows, s_stride, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, EXPAND_PROJ: tl.constexpr,
-               HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-               STAGES: tl.constexpr, SWAP: tl.constexpr, USE_TMA: tl.constexpr,
-               BLOCK_R: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
+def _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns, tile, expert, start, count, n_block,
+               num_experts, slots_1, num_rows, s_stride, max_groups, N: tl.constexpr, K: tl.constexpr,
+               TOP_K: tl.constexpr, EXPAND_PROJ: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
+               BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr,
+               USE_TMA: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr, ASK_THREADS: tl.constexpr,
+               DIRECT: tl.constexpr):  # fmt: skip
     """One BLOCK_M x BLOCK_N tile of out."""
     m = tl.arange(0, BLOCK_M)
     row_mask = m < count
@@ -38,8 +40,16 @@ def _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, expert, start, 
     x_ptrs = x_ptr + gathered_row(route, pos, row_mask, TOP_K, DIRECT)[:, None] * K + k[None, :]
     if EXPAND_PROJ >= 0:
         # Looked up before the long loop, so that the epilogue need not wait for them one after the other.
-        rows_bin, first_slot, last_slot = tile_bins(route, expert, start, count, pos, row_mask, slots_1, DIRECT)
+        rows_bin = bin_of_rows(route, expert, pos, row_mask, slots_1, DIRECT)
         widest = tl.load(table.widest)
+        if COLUMNS > 0:
+            num_groups = tl.load(columns.num_groups + tile)
+            words = columns.words + tile.to(tl.int64) * max_groups * 2
+            if ASK_THREADS > 0:
+                ask_for_columns(words, num_groups, n_block * BLOCK_N, N, BLOCK_N, 1, 1, x_ptr.dtype.element_ty,
+                                ASK_THREADS)  # fmt: skip
+        else:
+            first_slot, last_slot = slots_of_tile(route, start, count, slots_1, DIRECT)
     if not USE_TMA:
         w_ptrs = w + expert.to(tl.int64) * (N * K) + n[:, None] * K + k[None, :]
     if SWAP:
@@ -66,55 +76,69 @@ def _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, expert, start, 
     if HAS_BIAS:
         acc += tl.load(bias_ptr + expert.to(tl.int64) * N + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
     if EXPAND_PROJ >= 0:
-        acc, _ = add_deltas(acc, acc, widest, first_slot, last_slot, expert, n, n_mask, rows_bin, pos, s_ptr, table,
-                            num_experts, slots_1, num_rows, s_stride, 1, EXPAND_PROJ, 1, BLOCK_R,
-                            x_ptr.dtype.element_ty)  # fmt: skip
+        if COLUMNS > 0:
+            acc, _ = add_listed_deltas(acc, acc, widest, words, num_groups, n, n_mask, rows_bin, pos, s_ptr, num_rows,
+                                       s_stride, 1, COLUMNS, x_ptr.dtype.element_ty)  # fmt: skip
+        else:
+            acc, _ = add_deltas(acc, acc, widest, first_slot, last_slot, expert, n, n_mask, rows_bin, pos, s_ptr,
+                                table, num_experts, slots_1, num_rows, s_stride, 1, EXPAND_PROJ, 1, BLOCK_R,
+                                x_ptr.dtype.element_ty)  # fmt: skip
     out_ptrs = out_ptr + pos.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
 
 
-@triton.jit(do_not_specialize=["num_shrink", "num_experts", "slots_1", "num_rows"])
-def expert_gemm_kernel(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, num_shrink, num_experts, slots_1, num_rows,
-                       s_stride, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, SHRINK_PROJ: tl.constexpr,
-                       NUM_PROJ: tl.constexpr, EXPAND_PROJ: tl.constexpr, HAS_BIAS: tl.constexpr,
-                       BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                       STAGES: tl.constexpr, SWAP: tl.constexpr, USE_TMA: tl.constexpr, N_FASTEST: tl.constexpr,
-                       PAIR_BLOCK_M: tl.constexpr, SHRINK_BLOCK_C: tl.constexpr, SHRINK_BLOCK_K: tl.constexpr,
-                       SHRINK_STAGES: tl.constexpr, BLOCK_R: tl.constexpr, DIRECT: tl.constexpr,
-                       PDL: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["num_shrink", "num_experts", "slots_1", "num_rows", "max_groups"])
+def expert_gemm_kernel(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns, num_shrink, num_experts, slots_1,
+                       num_rows, s_stride, max_groups, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+                       SHRINK_PROJ: tl.constexpr, NUM_PROJ: tl.constexpr, EXPAND_PROJ: tl.constexpr,
+                       HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                       BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, USE_TMA: tl.constexpr,
+                       N_FASTEST: tl.constexpr, PAIR_BLOCK_M: tl.constexpr, SHRINK_BLOCK_C: tl.constexpr,
+                       SHRINK_BLOCK_K: tl.constexpr, SHRINK_STAGES: tl.constexpr, BLOCK_R: tl.constexpr,
+                       COLUMNS: tl.constexpr, ASK_THREADS: tl.constexpr, LATE_LAUNCH: tl.constexpr,
+                       DIRECT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program: a shrink tile if its id is below num_shrink, else one BLOCK_M x BLOCK_N base tile.
 
     NUM_PROJ: shrink columns, from SHRINK_PROJ on (0: none). EXPAND_PROJ: table column whose delta the epilogue adds
     (-1: none). SWAP: weights as the M side of the product, so that 16 rows still use the wide matrix instructions.
+    LATE_LAUNCH: the next kernel launches only when the one before this has ended, and may read what that one wrote
+    without a wait.
     """
     pid = tl.program_id(0)
     NUM_N_BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    wait_for_previous(PDL)
+    if LATE_LAUNCH:
+        wait_for_data(PDL)
+        let_next_launch(PDL)
+    else:
+        wait_for_previous(PDL)
     if pid < num_shrink:
         if NUM_PROJ > 0:
             shrink_tile(pid, x_ptr, s_ptr, s_ptr, route, table, num_experts, slots_1, num_rows, s_stride, K, TOP_K,
                         SHRINK_PROJ, NUM_PROJ, PAIR_BLOCK_M, SHRINK_BLOCK_C, SHRINK_BLOCK_K, BLOCK_R, 1, SHRINK_STAGES,
                         DIRECT)  # fmt: skip
     else:
-        valid, n_block, expert, start, count = base_tile(route, pid - num_shrink, num_experts, NUM_N_BLOCKS, N_FASTEST,
-                                                         DIRECT)  # fmt: skip
+        valid, tile, n_block, expert, start, count = base_tile(route, pid - num_shrink, num_experts, NUM_N_BLOCKS,
+                                                               N_FASTEST, DIRECT)  # fmt: skip
         if valid:
             if TAIL_M > 0 and count <= TAIL_M:
-                _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, expert, start, count, n_block, num_experts,
-                           slots_1, num_rows, s_stride, N, K, TOP_K, EXPAND_PROJ, HAS_BIAS, TAIL_M, BLOCK_N, BLOCK_K,
-                           STAGES, SWAP, USE_TMA, BLOCK_R, DIRECT)  # fmt: skip
+                _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns, tile, expert, start, count,
+                           n_block, num_experts, slots_1, num_rows, s_stride, max_groups, N, K, TOP_K, EXPAND_PROJ,
+                           HAS_BIAS, TAIL_M, BLOCK_N, BLOCK_K, STAGES, SWAP, USE_TMA, BLOCK_R, COLUMNS, ASK_THREADS,
+                           DIRECT)  # fmt: skip
             else:
-                _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, expert, start, count, n_block, num_experts,
-                           slots_1, num_rows, s_stride, N, K, TOP_K, EXPAND_PROJ, HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K,
-                           STAGES, SWAP, USE_TMA, BLOCK_R, DIRECT)  # fmt: skip
+                _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns, tile, expert, start, count,
+                           n_block, num_experts, slots_1, num_rows, s_stride, max_groups, N, K, TOP_K, EXPAND_PROJ,
+                           HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SWAP, USE_TMA, BLOCK_R, COLUMNS, ASK_THREADS,
+                           DIRECT)  # fmt: skip
 
 
 @triton.jit
-def _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, expert, start, count, f_block, num_experts,
-                      slots_1, num_rows, s_stride, alpha, limit, F: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-                      INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LORA: tl.constexpr,
-                      HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
-                      STAGES: tl.constexpr, USE_TMA: tl.constexpr, WIDE: tl.constexpr, BLOCK_R: tl.constexpr,
+def _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns, tile, expert, start, count, f_block,
+                      num_experts, slots_1, num_rows, s_stride, max_groups, alpha, limit, F: tl.constexpr,
+                      K: tl.constexpr, TOP_K: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
+                      HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
+                      BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_TMA: tl.constexpr, WIDE: tl.constexpr,
+                      BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr, ASK_THREADS: tl.constexpr,
                       DIRECT: tl.constexpr):  # fmt: skip
     """One BLOCK_M x BLOCK_F tile of act."""
     m = tl.arange(0, BLOCK_M)
@@ -126,10 +150,19 @@ def _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, expert, 
     gate_row = 2 * f if INTERLEAVED else f
     up_row = 2 * f + 1 if INTERLEAVED else F + f
     x_ptrs = x_ptr + gathered_row(route, pos, row_mask, TOP_K, DIRECT)[:, None] * K + k[None, :]
+    B_STEP: tl.constexpr = 2 if INTERLEAVED else 1
     if HAS_LORA:
         # Looked up before the long loop, so that the epilogue need not wait for them one after the other.
-        rows_bin, first_slot, last_slot = tile_bins(route, expert, start, count, pos, row_mask, slots_1, DIRECT)
+        rows_bin = bin_of_rows(route, expert, pos, row_mask, slots_1, DIRECT)
         widest = tl.load(table.widest)
+        if COLUMNS > 0:
+            num_groups = tl.load(columns.num_groups + tile)
+            words = columns.words + tile.to(tl.int64) * max_groups * 4
+            if ASK_THREADS > 0:
+                ask_for_columns(words, num_groups, f_block * BLOCK_F, F, BLOCK_F, 2, B_STEP, x_ptr.dtype.element_ty,
+                                ASK_THREADS)  # fmt: skip
+        else:
+            first_slot, last_slot = slots_of_tile(route, start, count, slots_1, DIRECT)
     if not USE_TMA:
         w_expert = w + expert.to(tl.int64) * (2 * F * K)
         gate_ptrs = w_expert + gate_row[:, None] * K + k[None, :]
@@ -168,50 +201,63 @@ def _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, expert, 
         gate += tl.load(bias_row + gate_row, mask=f_mask, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias_row + up_row, mask=f_mask, other=0.0).to(tl.float32)[None, :]
     if HAS_LORA:
-        B_STEP: tl.constexpr = 2 if INTERLEAVED else 1
-        gate, up = add_deltas(gate, up, widest, first_slot, last_slot, expert, f, f_mask, rows_bin, pos, s_ptr, table,
-                              num_experts, slots_1, num_rows, s_stride, B_STEP, 0, 2, BLOCK_R,
-                              x_ptr.dtype.element_ty)  # fmt: skip
+        if COLUMNS > 0:
+            gate, up = add_listed_deltas(gate, up, widest, words, num_groups, f, f_mask, rows_bin, pos, s_ptr,
+                                         num_rows, s_stride, 2, COLUMNS, x_ptr.dtype.element_ty)  # fmt: skip
+        else:
+            gate, up = add_deltas(gate, up, widest, first_slot, last_slot, expert, f, f_mask, rows_bin, pos, s_ptr,
+                                  table, num_experts, slots_1, num_rows, s_stride, B_STEP, 0, 2, BLOCK_R,
+                                  x_ptr.dtype.element_ty)  # fmt: skip
     act = activate(gate, up, alpha, limit, ACTIVATION)
     act_ptrs = act_ptr + pos.to(tl.int64)[:, None] * F + f[None, :]
     tl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=row_mask[:, None] & f_mask[None, :])
 
 
-@triton.jit(do_not_specialize=["num_experts", "slots_1", "num_rows"])
-def gate_up_act_kernel(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, num_experts, slots_1, num_rows, s_stride,
-                       alpha, limit, F: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr, INTERLEAVED: tl.constexpr,
-                       ACTIVATION: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr,
-                       BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
-                       STAGES: tl.constexpr, USE_TMA: tl.constexpr, WIDE: tl.constexpr, N_FASTEST: tl.constexpr,
-                       BLOCK_R: tl.constexpr, DIRECT: tl.constexpr,
-                       PDL: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["num_experts", "slots_1", "num_rows", "max_groups"])
+def gate_up_act_kernel(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns, num_experts, slots_1, num_rows,
+                       s_stride, max_groups, alpha, limit, F: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+                       INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LORA: tl.constexpr,
+                       HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr, BLOCK_F: tl.constexpr,
+                       BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_TMA: tl.constexpr, WIDE: tl.constexpr,
+                       N_FASTEST: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr,
+                       ASK_THREADS: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """act[pos] = activation(gate, up) of one BLOCK_M x BLOCK_F tile; gate and up never reach memory.
 
     WIDE: w is a descriptor of [2 e, F, K] whose blocks hold gate rows and the up rows beside them.
     """
     wait_for_previous(PDL)
-    valid, f_block, expert, start, count = base_tile(route, tl.program_id(0), num_experts, (F + BLOCK_F - 1) // BLOCK_F,
-                                                     N_FASTEST, DIRECT)  # fmt: skip
+    NUM_F_BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
+    valid, tile, f_block, expert, start, count = base_tile(route, tl.program_id(0), num_experts, NUM_F_BLOCKS,
+                                                           N_FASTEST, DIRECT)  # fmt: skip
     if valid:
         if TAIL_M > 0 and count <= TAIL_M:
-            _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, expert, start, count, f_block,
-                              num_experts, slots_1, num_rows, s_stride, alpha, limit, F, K, TOP_K, INTERLEAVED,
-                              ACTIVATION, HAS_LORA, HAS_BIAS, TAIL_M, BLOCK_F, BLOCK_K, STAGES, USE_TMA, WIDE,
-                              BLOCK_R, DIRECT)  # fmt: skip
+            _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns, tile, expert, start, count,
+                              f_block, num_experts, slots_1, num_rows, s_stride, max_groups, alpha, limit, F, K, TOP_K,
+                              INTERLEAVED, ACTIVATION, HAS_LORA, HAS_BIAS, TAIL_M, BLOCK_F, BLOCK_K, STAGES, USE_TMA,
+                              WIDE, BLOCK_R, COLUMNS, ASK_THREADS, DIRECT)  # fmt: skip
         else:
-            _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, expert, start, count, f_block,
-                              num_experts, slots_1, num_rows, s_stride, alpha, limit, F, K, TOP_K, INTERLEAVED,
-                              ACTIVATION, HAS_LORA, HAS_BIAS, BLOCK_M, BLOCK_F, BLOCK_K, STAGES, USE_TMA, WIDE,
-                              BLOCK_R, DIRECT)  # fmt: skip
+            _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns, tile, expert, start, count,
+                              f_block, num_experts, slots_1, num_rows, s_stride, max_groups, alpha, limit, F, K, TOP_K,
+                              INTERLEAVED, ACTIVATION, HAS_LORA, HAS_BIAS, BLOCK_M, BLOCK_F, BLOCK_K, STAGES, USE_TMA,
+                              WIDE, BLOCK_R, COLUMNS, ASK_THREADS, DIRECT)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_experts", "slots_1", "num_rows"])
-def shrink_kernel(x_ptr, s_ptr, partial_ptr, route, table, num_experts, slots_1, num_rows, s_stride, K: tl.constexpr,
-                  TOP_K: tl.constexpr, FIRST_PROJ: tl.constexpr, NUM_PROJ: tl.constexpr, PAIR_BLOCK_M: tl.constexpr,
+@triton.jit(do_not_specialize=["num_lists", "num_experts", "slots_1", "num_rows", "max_groups"])
+def shrink_kernel(x_ptr, s_ptr, partial_ptr, route, table, columns, num_lists, num_experts, slots_1, num_rows, s_stride,
+                  max_groups, K: tl.constexpr, TOP_K: tl.constexpr, FIRST_PROJ: tl.constexpr, NUM_PROJ: tl.constexpr,
+                  B_STEP: tl.constexpr, LISTS: tl.constexpr, BASE_BLOCK_M: tl.constexpr, PAIR_BLOCK_M: tl.constexpr,
                   BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr,
                   STAGES: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """The shrink tiles alone: s[proj, pos] = x[row] @ A[slot, expert, FIRST_PROJ + proj]^T."""
+    """The shrink tiles alone: s[proj, pos] = x[row] @ A[slot, expert, FIRST_PROJ + proj]^T.
+
+    LISTS: the first num_lists programs list the columns of a base tile each, for the GEMM that follows.
+    """
     wait_for_previous(PDL)
-    shrink_tile(tl.program_id(0), x_ptr, s_ptr, partial_ptr, route, table, num_experts, slots_1, num_rows, s_stride, K,
-                TOP_K, FIRST_PROJ, NUM_PROJ, PAIR_BLOCK_M, BLOCK_C, BLOCK_K, BLOCK_R, SPLITS, STAGES,
-                DIRECT)  # fmt: skip
+    pid = tl.program_id(0)
+    if LISTS and pid < num_lists:
+        list_columns(pid, route, columns, table, num_experts, slots_1, max_groups, FIRST_PROJ, NUM_PROJ, B_STEP,
+                     BASE_BLOCK_M, x_ptr.dtype.element_ty, DIRECT)  # fmt: skip
+    else:
+        shrink_tile(pid - num_lists, x_ptr, s_ptr, partial_ptr, route, table, num_experts, slots_1, num_rows, s_stride,
+                    K, TOP_K, FIRST_PROJ, NUM_PROJ, PAIR_BLOCK_M, BLOCK_C, BLOCK_K, BLOCK_R, SPLITS, STAGES,
+                    DIRECT)  # fmt: skip

@@ -21,11 +21,27 @@ def aligned_pointer(address, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def wait_for_previous(PDL: tl.constexpr):
-    """Under programmatic dependent launch: let the next kernel launch, then wait for the data of the one before."""
+def let_next_launch(PDL: tl.constexpr):
+    """Under programmatic dependent launch: the next kernel may launch once all programs of this one have come here."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_data(PDL: tl.constexpr):
+    """Under programmatic dependent launch: wait until the kernel before has ended. Every program of a kernel must.
+
+    Where that kernel let this one launch only after its own wait, all kernels before it have ended without a wait.
+    """
+    if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """let_next_launch, then wait_for_data."""
+    let_next_launch(PDL)
+    wait_for_data(PDL)
 
 
 @triton.jit
@@ -74,6 +90,12 @@ def _shrink_loop(acc, x_row_ptrs, row_mask, a_row_ptrs, c_mask, k_first, k_end, 
 
 
 @triton.jit
+def _shrunk(is_up, pos, r, num_rows, s_stride):
+    """Offsets into s [projections, num_rows, s_stride] of rows pos [M] and columns (is_up, r) [C]."""
+    return (is_up.to(tl.int32)[None, :] * num_rows + pos[:, None]).to(tl.int64) * s_stride + r[None, :]
+
+
+@triton.jit
 def shrink_tile(pid, x_ptr, s_ptr, partial_ptr, route, table, num_experts, slots_1, num_rows, s_stride,
                 K: tl.constexpr, TOP_K: tl.constexpr, FIRST_PROJ: tl.constexpr, NUM_PROJ: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -81,7 +103,8 @@ def shrink_tile(pid, x_ptr, s_ptr, partial_ptr, route, table, num_experts, slots
     """s[proj, pos, r] = scale * sum over k of x[row, k] * A_proj[r, k] for one pair tile.
 
     The A of the NUM_PROJ table columns stand side by side, BLOCK_C of their rows a program, so that x is read once for
-    several; where gate and up are the same A only the gate's result is written. x is indexed by token where TOP_K > 0
+    several, as many columns as their own ranks make: of a narrow adapter in a table of wide ones, gate and up are one
+    program's. Where gate and up are the same A only the gate's result is written. x is indexed by token where TOP_K > 0
     and by position otherwise; s is [projections, num_rows, s_stride], fp32 sums rounded once to the model's dtype. A is
     [lora_rank, K] row-major, 16-byte aligned (K is).
     SPLITS > 1 (with all columns in one program): so many programs share K; each leaves its fp32 sums in partial
@@ -99,51 +122,50 @@ def shrink_tile(pid, x_ptr, s_ptr, partial_ptr, route, table, num_experts, slots
         m = tl.arange(0, BLOCK_M)
         row_mask = m < count
         pos = start + m
-        c = part * BLOCK_C + tl.arange(0, BLOCK_C)
-        proj = c // BLOCK_R
         lora_rank = tl.load(table.lora_rank + record)
+        address = tl.load(table.a_address + record)
+        scale = tl.load(table.scale + record)
+        num_columns = lora_rank
+        up_address = address
+        up_scale = scale
         if NUM_PROJ == 2:
-            up_rank = tl.load(table.lora_rank + record + 1)
-            same_a = tl.load(table.a_address + record) == tl.load(table.a_address + record + 1)
-            up_rank = tl.where(same_a, 0, up_rank)
-        else:
-            up_rank = 0
-        address_c = tl.load(table.a_address + record + proj)
-        scale_c = tl.load(table.scale + record + proj)
-        rank_c = tl.where(proj == 0, lora_rank, up_rank)
-        if BLOCK_C <= BLOCK_R:
-            # All columns are of one projection, and past its rank there is nothing to do.
-            end = tl.where(part * BLOCK_C // BLOCK_R == 0, lora_rank, up_rank) - part * BLOCK_C % BLOCK_R
-        else:
-            end = tl.maximum(lora_rank, up_rank)
-        a = ((address_c // 16) * 16).to(tl.pointer_type(dtype))
+            up_address = tl.load(table.a_address + record + 1)
+            up_scale = tl.load(table.scale + record + 1)
+            num_columns += tl.where(up_address == address, 0, tl.load(table.lora_rank + record + 1))
         x_row_ptrs = x_ptr + gathered_row(route, pos, row_mask, TOP_K, DIRECT) * K
-        s_offsets = (proj[None, :] * num_rows + pos[:, None]).to(tl.int64) * s_stride
         SPAN_K: tl.constexpr = ((K + SPLITS - 1) // SPLITS + BLOCK_K - 1) // BLOCK_K * BLOCK_K
         k_first = split * SPAN_K
         k_end = tl.minimum(k_first + SPAN_K, K)
-        for r0 in range(0, end, BLOCK_R):
-            r = r0 + c % BLOCK_R
+        for c0 in range(part * BLOCK_C, num_columns, PARTS * BLOCK_C):
+            c = c0 + tl.arange(0, BLOCK_C)
+            is_up = c >= lora_rank
+            r = c - tl.where(is_up, lora_rank, 0)
+            a = ((tl.where(is_up, up_address, address) // 16) * 16).to(tl.pointer_type(dtype))
             acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-            acc = _shrink_loop(acc, x_row_ptrs, row_mask, a + r.to(tl.int64) * K, r < rank_c, k_first, k_end, K,
+            acc = _shrink_loop(acc, x_row_ptrs, row_mask, a + r.to(tl.int64) * K, c < num_columns, k_first, k_end, K,
                                BLOCK_K, STAGES)  # fmt: skip
-            mask = row_mask[:, None] & (r < rank_c)[None, :]
+            mask = row_mask[:, None] & (c < num_columns)[None, :]
+            offsets = _shrunk(is_up, pos, r, num_rows, s_stride)
             if SPLITS == 1:
-                tl.store(s_ptr + s_offsets + r[None, :], (acc * scale_c[None, :]).to(dtype), mask=mask)
+                scaled = acc * tl.where(is_up, up_scale, scale)[None, :]
+                tl.store(s_ptr + offsets, scaled.to(dtype), mask=mask)
             else:
                 rows = (split * NUM_PROJ * num_rows).to(tl.int64) * s_stride
-                tl.store(partial_ptr + rows + s_offsets + r[None, :], acc, mask=mask)
+                tl.store(partial_ptr + rows + offsets, acc, mask=mask)
         if SPLITS > 1:
             tl.debug_barrier()
             arrived = tl.atomic_add(route.pair_done + entry, 1, sem="acq_rel", scope="gpu")
             if arrived == SPLITS - 1:
-                for r0 in range(0, end, BLOCK_R):
-                    r = r0 + c % BLOCK_R
-                    mask = row_mask[:, None] & (r < rank_c)[None, :]
+                for c0 in range(part * BLOCK_C, num_columns, PARTS * BLOCK_C):
+                    c = c0 + tl.arange(0, BLOCK_C)
+                    is_up = c >= lora_rank
+                    r = c - tl.where(is_up, lora_rank, 0)
+                    mask = row_mask[:, None] & (c < num_columns)[None, :]
+                    offsets = _shrunk(is_up, pos, r, num_rows, s_stride)
                     acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
                     for i in tl.static_range(SPLITS):
                         rows = (i * NUM_PROJ * num_rows).to(tl.int64) * s_stride
-                        acc += tl.load(partial_ptr + rows + s_offsets + r[None, :], mask=mask, other=0.0,
-                                       cache_modifier=".cg")  # fmt: skip
-                    tl.store(s_ptr + s_offsets + r[None, :], (acc * scale_c[None, :]).to(dtype), mask=mask)
+                        acc += tl.load(partial_ptr + rows + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+                    scaled = acc * tl.where(is_up, up_scale, scale)[None, :]
+                    tl.store(s_ptr + offsets, scaled.to(dtype), mask=mask)
                 tl.store(route.pair_done + entry, 0)

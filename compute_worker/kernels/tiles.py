@@ -13,7 +13,7 @@ import triton.language as tl
 @triton.jit
 def base_tile(route, index, num_experts, NUM_N_BLOCKS: tl.constexpr, N_FASTEST: tl.constexpr,
               DIRECT: tl.constexpr):  # fmt: skip
-    """(is there a tile, n block, expert, start, count) of a program.
+    """(is there a tile, tile, n block, expert, start, count) of a program.
 
     N_FASTEST: programs that run together share rows of x; else (all tiles of one n block are neighbours) they share
     weights where an expert has several tiles. Either way the programs without a tile come last.
@@ -38,7 +38,7 @@ def base_tile(route, index, num_experts, NUM_N_BLOCKS: tl.constexpr, N_FASTEST: 
         expert = tl.load(route.tile_expert + tile, mask=valid, other=0)
         start = tl.load(route.tile_start + tile, mask=valid, other=0)
         count = tl.load(route.tile_count + tile, mask=valid, other=0)
-    return valid, n_block, expert, start, count
+    return valid, tile, n_block, expert, start, count
 
 
 @triton.jit
@@ -61,6 +61,18 @@ def pair_tile(route, entry, num_experts, slots_1, DIRECT: tl.constexpr):
         start = tl.load(route.pair_start + entry)
         count = tl.where(entry < num_entries, count, 0)
     return bin_id, start, count
+
+
+@triton.jit
+def bin_of_rows(route, expert, pos, row_mask, slots_1, DIRECT: tl.constexpr):
+    """Bin of each row of a base tile; -1 past its rows."""
+    if DIRECT > 0:
+        slot = tl.load(route.header).to(tl.int32)
+        slot = tl.where(slot < slots_1 - 1, slot, -1)
+        rows_bin = tl.where(row_mask, expert * slots_1 + slot + 1, -1)
+    else:
+        rows_bin = tl.load(route.row_bin + pos, mask=row_mask, other=-1)
+    return rows_bin
 
 
 @triton.jit

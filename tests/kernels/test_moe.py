@@ -36,6 +36,17 @@ CONFIGS = {
     "fused": dataclasses.replace(
         SPLIT, block_m=32, tail_m=16, fused=True, expand_down="epilogue", down=_WIDE_TILE, shrink_block_k=64
     ),
+    "listed": dataclasses.replace(
+        SPLIT,
+        block_m=32,
+        tail_m=16,
+        fused=True,
+        expand_down="epilogue",
+        down=_WIDE_TILE,
+        delta_columns=32,
+        ask_for_b=True,
+    ),
+    "split_early": dataclasses.replace(SPLIT, early_lookups=True, pdl=True),
 }
 FULL = {"gate": [16] * 4, "up": [16] * 4, "down": [16] * 4}
 MIXED = {"gate": [1, 3, 8, 16], "up": [64, 0, 1, 3], "down": [3, 64, 16, 8]}
@@ -69,7 +80,7 @@ def test_mixed_adapters_match_reference(name, num_tokens):
     assert not base.any() or relative_error(got[base], expected[base]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name, interleaved", [("split", False), ("fused", True)])
+@pytest.mark.parametrize("name, interleaved", [("split", False), ("fused", True), ("listed", True)])
 def test_ranks_of_whole_blocks_match_reference(name, interleaved):
     """More adapters in a tile than one step of the epilogue takes, and one of more ranks than a step."""
     shape = Shape(interleaved=interleaved)
@@ -98,7 +109,7 @@ def test_a_last_tile_of_few_rows():
     assert DEVICE.type == "cpu" or torch.equal(base[base_rows], got[base_rows])
 
 
-@pytest.mark.parametrize("name", ["split", "fused"])
+@pytest.mark.parametrize("name", ["split", "split_early", "fused", "listed"])
 @pytest.mark.parametrize(
     "slot, remote", [(0, None), (1, 0), (9, None)], ids=["adapter", "remote_expert", "no_such_slot"]
 )
@@ -142,7 +153,7 @@ def test_all_rows_on_one_expert_and_experts_without_rows(name):
     assert relative_error(got, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["split", "fused"])
+@pytest.mark.parametrize("name", ["split", "split_early", "fused", "listed"])
 def test_remote_rows_add_nothing(name):
     """-1 anywhere: in some k of a token, and in all of them (that token's answer is zero)."""
     shape = Shape()
@@ -160,7 +171,7 @@ def test_counting_route_in_both_paths(monkeypatch):
     shape = Shape()
     x, expert, weight, slot = make_batch(shape, 6, [0, 1, -1])
     expert[2] = -1
-    for name in ("grouped", "fused"):
+    for name in ("grouped", "fused", "listed"):
         got, expected = _run(shape, (x, expert, weight, slot), CONFIGS[name])
         assert relative_error(got, expected) < TOLERANCE
 
@@ -194,8 +205,9 @@ def test_ranks_over_one_rank_block_and_uneven_blocks():
     """Rank 200 takes several rank blocks; D and F that no block divides take masked loads."""
     shape = Shape(hidden_size=80, intermediate_size=48, num_experts=2)
     ranks = {"gate": [200, 96], "up": [96, 200], "down": [200, 100]}
-    for config in (SPLIT, CONFIGS["fused"]):
-        got, expected = _run(shape, make_batch(shape, 5, [0, -1]), config, {0: (ranks, 1)}, 1, max_lora_rank=200)
+    for name in ("split", "split_early", "fused", "listed"):
+        batch = make_batch(shape, 5, [0, -1])
+        got, expected = _run(shape, batch, CONFIGS[name], {0: (ranks, 1)}, 1, max_lora_rank=200)
         assert relative_error(got, expected) < TOLERANCE
 
 
