@@ -16,6 +16,8 @@ PYTEST_ARGS ?=
 TEST_PROCESSES ?= 0
 BENCH ?= kernels
 BENCH_ARGS ?=
+RESULTS ?=
+STEPS ?=
 OVERLAY ?= gpu
 KUBECTL := $(BIN)/kubectl
 
@@ -93,6 +95,11 @@ docs: setup ## Write the tables of README.md that come from the settings and the
 .PHONY: bench
 bench: setup ## Measure on a GPU: make bench [BENCH=kernels|gpu_service] [BENCH_ARGS="--ranks 2 --out FILE"]
 	$(BIN)/python -m benchmarks.$(BENCH) $(BENCH_ARGS)
+
+.PHONY: gpu-check
+gpu-check: setup ## Everything that needs a GPU: make gpu-check RESULTS=folder [STEPS="tests grid"], see scripts/gpu_check.sh --list
+	@test -n "$(RESULTS)" || { echo 'Where to? make gpu-check RESULTS=folder [STEPS="tests grid"]' >&2; exit 2; }
+	PYTHON=$(BIN)/python scripts/gpu_check.sh "$(RESULTS)" $(STEPS)
 
 .PHONY: deploy
 deploy: setup ## Deploy to the cluster of the current kubectl context: make deploy [OVERLAY=gpu|gpu-8|cpu]
