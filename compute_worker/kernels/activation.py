@@ -76,7 +76,8 @@ def activation_kernel(gate_up_ptr, act_ptr, s_ptr, route, table, num_experts, sl
     let_next_launch(PDL)
     if not EARLY:
         wait_for_data(PDL)
-    bin_id, start, count = pair_tile(route, tl.program_id(1), num_experts, slots_1, DIRECT)
+    CACHE: tl.constexpr = ".cg" if EARLY else ""
+    bin_id, start, count = pair_tile(route, tl.program_id(1), num_experts, slots_1, DIRECT, CACHE)
     if count > 0:
         dtype: tl.constexpr = act_ptr.dtype.element_ty
         m = tl.arange(0, BLOCK_M)
@@ -87,11 +88,12 @@ def activation_kernel(gate_up_ptr, act_ptr, s_ptr, route, table, num_experts, sl
         slot = bin_id % slots_1 - 1
         if HAS_LORA and slot >= 0:
             record = (slot * num_experts + bin_id // slots_1) * 3
-            gate_rank = tl.load(table.lora_rank + record)
-            up_rank = tl.load(table.lora_rank + record + 1)
-            gate_b = tl.load(table.b_address + record)
-            up_b = tl.load(table.b_address + record + 1)
-            shared_a = tl.load(table.a_address + record) == tl.load(table.a_address + record + 1)
+            gate_rank = tl.load(table.lora_rank + record, cache_modifier=CACHE)
+            up_rank = tl.load(table.lora_rank + record + 1, cache_modifier=CACHE)
+            gate_b = tl.load(table.b_address + record, cache_modifier=CACHE)
+            up_b = tl.load(table.b_address + record + 1, cache_modifier=CACHE)
+            gate_a = tl.load(table.a_address + record, cache_modifier=CACHE)
+            shared_a = gate_a == tl.load(table.a_address + record + 1, cache_modifier=CACHE)
             b_step = tl.where(shared_a & INTERLEAVED, 2, 1)
             s_gate_ptrs = s_ptr + pos * s_stride
             s_up_ptrs = s_gate_ptrs + tl.where(shared_a, 0, num_rows).to(tl.int64) * s_stride
@@ -112,8 +114,10 @@ def activation_kernel(gate_up_ptr, act_ptr, s_ptr, route, table, num_experts, sl
                 if EARLY and SPAN_F == BLOCK_F:
                     f = first + tl.arange(0, BLOCK_F)
                     f_mask = (f < F)[:, None]
-                    b_gate = tl.load(b_gate_row + f[:, None] * gate_stride, mask=f_mask & r_gate[None, :], other=0.0)
-                    b_up = tl.load(b_up_row + f[:, None] * up_stride, mask=f_mask & r_up[None, :], other=0.0)
+                    b_gate = tl.load(b_gate_row + f[:, None] * gate_stride, mask=f_mask & r_gate[None, :], other=0.0,
+                                     cache_modifier=CACHE)  # fmt: skip
+                    b_up = tl.load(b_up_row + f[:, None] * up_stride, mask=f_mask & r_up[None, :], other=0.0,
+                                   cache_modifier=CACHE)  # fmt: skip
                     wait_for_data(PDL)
                     s_gate = tl.load(s_gate_ptrs[:, None] + r[None, :], mask=gate_mask, other=0.0)
                     s_up = tl.load(s_up_ptrs[:, None] + r[None, :], mask=up_mask, other=0.0)

@@ -73,23 +73,24 @@ def _read_b(row_pos_ptr, expert_ptr, weight_ptr, table, row, slot, known, num_ex
     """
     k = tl.arange(0, BLOCK_K)
     inside = k < TOP_K
-    expert_k = tl.load(expert_ptr + row + k, mask=inside, other=-1).to(tl.int32)
+    expert_k = tl.load(expert_ptr + row + k, mask=inside, other=-1, cache_modifier=".cg").to(tl.int32)
     if DIRECT > 0:
         pos_k = tl.where((expert_k >= 0) & (expert_k < num_experts), row + k, -1)
     else:
-        pos_k = tl.load(row_pos_ptr + row + k, mask=inside, other=-1)
-    weight_k = tl.load(weight_ptr + row + k, mask=inside, other=0.0).to(tl.float32)
+        pos_k = tl.load(row_pos_ptr + row + k, mask=inside, other=-1, cache_modifier=".cg")
+    weight_k = tl.load(weight_ptr + row + k, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     record_k = (slot * num_experts + expert_k) * 3 + 2
     looks = known & (pos_k >= 0)
-    rank_k = tl.load(table.lora_rank + record_k, mask=looks, other=0)
-    address_k = tl.load(table.b_address + record_k, mask=looks, other=0)
+    rank_k = tl.load(table.lora_rank + record_k, mask=looks, other=0, cache_modifier=".cg")
+    address_k = tl.load(table.b_address + record_k, mask=looks, other=0, cache_modifier=".cg")
     fits = (tl.max(rank_k, 0) <= BLOCK_R) & (tl.max(rank_k % 8, 0) == 0)
     rank_k = tl.where(fits, (rank_k // 8) * 8, 0)
     r = tl.arange(0, BLOCK_R)
     r_mask = tl.max_constancy(r[None, :] < rank_k[:, None], [1, 8])
     b_ptrs = aligned_pointer(address_k, DTYPE)[None, :, None] + d[:, None, None] * rank_k[None, :, None]
     b_ptrs = tl.max_contiguous(tl.multiple_of(b_ptrs + r[None, None, :], [1, 1, 16]), [1, 1, 8])
-    b_DKR = tl.load(b_ptrs, mask=r_mask[None, :, :] & d_mask[:, None, None], other=0.0)
+    b_DKR = tl.load(b_ptrs, mask=r_mask[None, :, :] & d_mask[:, None, None], other=0.0,
+                    cache_modifier=".cg")  # fmt: skip
     return b_DKR, r_mask, pos_k, weight_k, fits
 
 
@@ -112,7 +113,7 @@ def combine_kernel(y_row_ptr, expert_ptr, weight_ptr, slot_ptr, out_ptr, s_ptr, 
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     d_mask = d < D
     row = token * TOP_K
-    slot = tl.load(slot_ptr + token).to(tl.int32)
+    slot = tl.load(slot_ptr + token, cache_modifier=".cg" if EARLY else "").to(tl.int32)
     expands = (slot >= 0) & (slot < num_slots)
     if EARLY:
         b_DKR, r_mask, pos_k, weight_k, fits = _read_b(row_pos_ptr, expert_ptr, weight_ptr, table, row, slot, expands,
@@ -167,7 +168,7 @@ def expand_down_kernel(y_row_ptr, s_ptr, route, table, num_experts, slots_1, s_s
                        STAGES: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """y_row[pos] += s2[pos] B_down^T: one pair tile, SPAN_D columns a program; B is read once for its rows."""
     wait_for_previous(PDL)
-    bin_id, start, count = pair_tile(route, tl.program_id(1), num_experts, slots_1, DIRECT)
+    bin_id, start, count = pair_tile(route, tl.program_id(1), num_experts, slots_1, DIRECT, "")
     slot = bin_id % slots_1 - 1
     if (count > 0) & (slot >= 0):
         record = (slot * num_experts + bin_id // slots_1) * 3 + 2

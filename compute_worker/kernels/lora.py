@@ -31,7 +31,8 @@ def let_next_launch(PDL: tl.constexpr):
 def wait_for_data(PDL: tl.constexpr):
     """Under programmatic dependent launch: wait until the kernel before has ended. Every program of a kernel must.
 
-    Where that kernel let this one launch only after its own wait, all kernels before it have ended without a wait.
+    Where that kernel let this one launch only after its own wait, all kernels before it have ended without a wait. What
+    they wrote is then read past the first-level cache (".cg"), which may hold what stood there in an earlier step.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -114,7 +115,7 @@ def shrink_tile(pid, x_ptr, s_ptr, partial_ptr, route, table, num_experts, slots
     entry = pid // (PARTS * SPLITS)
     part = pid // SPLITS % PARTS
     split = pid % SPLITS
-    bin_id, start, count = pair_tile(route, entry, num_experts, slots_1, DIRECT)
+    bin_id, start, count = pair_tile(route, entry, num_experts, slots_1, DIRECT, "")
     slot = bin_id % slots_1 - 1
     if (count > 0) & (slot >= 0):
         dtype: tl.constexpr = x_ptr.dtype.element_ty

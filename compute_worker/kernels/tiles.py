@@ -42,23 +42,24 @@ def base_tile(route, index, num_experts, NUM_N_BLOCKS: tl.constexpr, N_FASTEST: 
 
 
 @triton.jit
-def pair_tile(route, entry, num_experts, slots_1, DIRECT: tl.constexpr):
+def pair_tile(route, entry, num_experts, slots_1, DIRECT: tl.constexpr, CACHE: tl.constexpr):
     """(bin, start, count) of a pair tile; count 0 where the entry holds none.
 
-    All loads are inside their arrays whether or not there is a tile, so that none waits for another.
+    All loads are inside their arrays whether or not there is a tile, so that none waits for another. CACHE: their cache
+    modifier.
     """
     if DIRECT > 0:
-        expert = tl.load(route.tile_expert + entry).to(tl.int32)
-        slot = tl.load(route.header).to(tl.int32)
+        expert = tl.load(route.tile_expert + entry, cache_modifier=CACHE).to(tl.int32)
+        slot = tl.load(route.header, cache_modifier=CACHE).to(tl.int32)
         slot = tl.where(slot < slots_1 - 1, slot, -1)
         bin_id = expert * slots_1 + slot + 1
         start = entry
         count = tl.where((expert >= 0) & (expert < num_experts), 1, 0)
     else:
-        num_entries = tl.load(route.header + 1)
-        count = tl.load(route.pair_count + entry)
-        bin_id = tl.load(route.pair_bin + entry)
-        start = tl.load(route.pair_start + entry)
+        num_entries = tl.load(route.header + 1, cache_modifier=CACHE)
+        count = tl.load(route.pair_count + entry, cache_modifier=CACHE)
+        bin_id = tl.load(route.pair_bin + entry, cache_modifier=CACHE)
+        start = tl.load(route.pair_start + entry, cache_modifier=CACHE)
         count = tl.where(entry < num_entries, count, 0)
     return bin_id, start, count
 
