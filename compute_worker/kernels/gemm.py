@@ -242,22 +242,22 @@ def gate_up_act_kernel(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns
                               WIDE, BLOCK_R, COLUMNS, ASK_THREADS, DIRECT)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_lists", "num_experts", "slots_1", "num_rows", "max_groups"])
-def shrink_kernel(x_ptr, s_ptr, partial_ptr, route, table, columns, num_lists, num_experts, slots_1, num_rows, s_stride,
-                  max_groups, K: tl.constexpr, TOP_K: tl.constexpr, FIRST_PROJ: tl.constexpr, NUM_PROJ: tl.constexpr,
-                  B_STEP: tl.constexpr, LISTS: tl.constexpr, BASE_BLOCK_M: tl.constexpr, PAIR_BLOCK_M: tl.constexpr,
-                  BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr,
-                  STAGES: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["num_shrinks", "num_experts", "slots_1", "num_rows", "max_groups"])
+def shrink_kernel(x_ptr, s_ptr, partial_ptr, route, table, columns, num_shrinks, num_experts, slots_1, num_rows,
+                  s_stride, max_groups, K: tl.constexpr, TOP_K: tl.constexpr, FIRST_PROJ: tl.constexpr,
+                  NUM_PROJ: tl.constexpr, B_STEP: tl.constexpr, LISTS: tl.constexpr, BASE_BLOCK_M: tl.constexpr,
+                  PAIR_BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+                  SPLITS: tl.constexpr, STAGES: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """The shrink tiles alone: s[proj, pos] = x[row] @ A[slot, expert, FIRST_PROJ + proj]^T.
 
-    LISTS: the first num_lists programs list the columns of a base tile each, for the GEMM that follows.
+    LISTS: the programs after the first num_shrinks list the columns of a base tile each, for the GEMM that follows.
+    They come last, where the last shrinks leave room.
     """
     wait_for_previous(PDL)
     pid = tl.program_id(0)
-    if LISTS and pid < num_lists:
-        list_columns(pid, route, columns, table, num_experts, slots_1, max_groups, FIRST_PROJ, NUM_PROJ, B_STEP,
-                     BASE_BLOCK_M, x_ptr.dtype.element_ty, DIRECT)  # fmt: skip
+    if LISTS and pid >= num_shrinks:
+        list_columns(pid - num_shrinks, route, columns, table, num_experts, slots_1, max_groups, FIRST_PROJ, NUM_PROJ,
+                     B_STEP, BASE_BLOCK_M, x_ptr.dtype.element_ty, DIRECT)  # fmt: skip
     else:
-        shrink_tile(pid - num_lists, x_ptr, s_ptr, partial_ptr, route, table, num_experts, slots_1, num_rows, s_stride,
-                    K, TOP_K, FIRST_PROJ, NUM_PROJ, PAIR_BLOCK_M, BLOCK_C, BLOCK_K, BLOCK_R, SPLITS, STAGES,
-                    DIRECT)  # fmt: skip
+        shrink_tile(pid, x_ptr, s_ptr, partial_ptr, route, table, num_experts, slots_1, num_rows, s_stride, K, TOP_K,
+                    FIRST_PROJ, NUM_PROJ, PAIR_BLOCK_M, BLOCK_C, BLOCK_K, BLOCK_R, SPLITS, STAGES, DIRECT)  # fmt: skip

@@ -294,8 +294,9 @@ def _shrink(
             torch.empty(num_lists, dtype=torch.int32, device=s.device),
             torch.empty((num_lists, step.max_groups, num_proj, 2), dtype=torch.int64, device=s.device),
         )
-    shrink_kernel[(num_lists + step.pair_tiles * splits * num_proj * step.block_r // blocks["columns"],)](
-        x, s, partial, step.route, step.pointers, columns, num_lists, step.weights.num_experts, step.slots_1,
+    num_shrinks = step.pair_tiles * splits * num_proj * step.block_r // blocks["columns"]
+    shrink_kernel[(num_shrinks + num_lists,)](
+        x, s, partial, step.route, step.pointers, columns, num_shrinks, step.weights.num_experts, step.slots_1,
         step.num_rows, step.s_stride, step.max_groups, K=x.shape[1], TOP_K=top_k, FIRST_PROJ=first_proj,
         NUM_PROJ=num_proj, B_STEP=2 if step.weights.interleaved and first_proj == 0 else 1, LISTS=lists,
         BASE_BLOCK_M=step.config.block_m, PAIR_BLOCK_M=step.config.pair_block_m,
