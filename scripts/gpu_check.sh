@@ -16,7 +16,7 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 # name | GPUs | limit in seconds | expected seconds | what it decides
 STEPS='
 smoke|1|150|40|the kernels'\'' own tests compile and pass on a GPU
-variants|1|420|240|which settings of the expert layer are best; they are written into compute_worker/kernels/configs
+variants|1|420|270|which settings of the expert layer are best; they are written into compute_worker/kernels/configs
 grid|1|400|150|every cell of benchmarks.kernels with those settings, merged into kernels.json, and who meets the limits
 tests|1|300|120|all tests marked gpu
 sanitizer|1|300|200|compute-sanitizer memcheck and racecheck over the small kernel tests

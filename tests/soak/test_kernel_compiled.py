@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,12 @@ pytest.importorskip("triton", reason="the kernels need triton")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def compiled(module: str, cache: Path, timeout: float) -> str:
+def compiled(module: str, cache: Path, timeout: float, *arguments: str) -> str:
     """What a module prints that compiles kernels."""
     # The interpreter, which other tests run kernels in, compiles nothing.
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env={**env, "TRITON_CACHE_DIR": str(cache)},
         check=False,
@@ -36,6 +37,25 @@ def compiled(module: str, cache: Path, timeout: float) -> str:
 def test_every_launch_fits_an_h200(tmp_path: Path) -> None:
     """Three real shapes, 1 to 16,384 tokens, without adapters and with lora ranks up to the largest."""
     assert len(compiled("benchmarks.kernel_compile", tmp_path, 880).splitlines()) == 54
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "tokens, settings",
+    [
+        ("1,32", ["early_lookups=true"]),
+        ("256,4096", ["delta_columns=64", "ask_for_b=true"]),
+        ("4096", ["delta_columns=32"]),
+    ],
+    ids=["early", "lists", "narrow_lists"],
+)
+def test_settings_that_are_not_shipped_fit_too(tmp_path: Path, tokens: str, settings: list[str]) -> None:
+    """And spill next to nothing: what the interpreter runs need not compile."""
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    lines = compiled("benchmarks.kernel_compile", tmp_path, 580, "--shapes", "a", "--tokens", tokens, *arguments)
+    assert len(lines.splitlines()) == 3 * len(tokens.split(","))
+    assert max((int(stack) for stack in re.findall(r"r\+(\d+)", lines)), default=0) <= 64, lines
 
 
 @pytest.mark.soak
