@@ -82,6 +82,12 @@ class MoEConfig:
     pdl: bool = False
     """Programmatic dependent launch: each kernel launches while the one before it drains."""
 
+    def __post_init__(self) -> None:
+        if self.delta_columns not in (0, 32, 64):
+            raise ValueError(f"delta_columns must be 0, 32 or 64, got {self.delta_columns}")
+        if self.ask_for_b and not self.delta_columns:
+            raise ValueError("ask_for_b goes by the list that delta_columns asks for, which is 0")
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
