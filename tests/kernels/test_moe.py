@@ -89,11 +89,12 @@ def test_ranks_of_whole_blocks_match_reference(name, interleaved):
     assert relative_error(got, expected) < TOLERANCE
 
 
-def test_a_last_tile_of_few_rows():
+@pytest.mark.parametrize("name", ["fused", "listed"])
+def test_a_last_tile_of_few_rows(name):
     """69 rows of an expert take bodies of 64 and 16, weights by descriptors; two programs share a shrink's sum."""
     tile = dataclasses.replace(_TILE, tma=True)
     config = dataclasses.replace(
-        CONFIGS["fused"], block_m=64, gate_up=tile, down=dataclasses.replace(tile, block_n=16), shrink_splits=2,
+        CONFIGS[name], block_m=64, gate_up=tile, down=dataclasses.replace(tile, block_n=16), shrink_splits=2,
         shrink_block_k=32,
     )  # fmt: skip
     shape = Shape(top_k=1)
