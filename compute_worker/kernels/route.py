@@ -39,8 +39,6 @@ class Route(NamedTuple):
     """[n]: position of each row id; -1 for a remote row."""
     row_bin: torch.Tensor
     """[n]: bin at each position."""
-    pair_end: torch.Tensor
-    """[n]: one past the last position of the bin at each position."""
     tile_expert: torch.Tensor
     tile_start: torch.Tensor
     tile_count: torch.Tensor
@@ -64,13 +62,11 @@ def _row_bin(expert_ptr, slot_ptr, row, in_range, num_experts, slots_1, TOP_K: t
 
 
 @triton.jit
-def _write_rows(route, row, pos, bin_id, rank_in_bin, bin_count, expert_start, tile_first, mask,
-                BLOCK_M: tl.constexpr, slots_1):  # fmt: skip
+def _write_rows(route, row, pos, bin_id, expert_start, tile_first, mask, BLOCK_M: tl.constexpr, slots_1):
     """Scatter what each row knows: its place and, if it starts a base tile, that tile's start."""
     tl.store(route.sorted_row + pos, row, mask=mask)
     tl.store(route.row_pos + row, pos, mask=mask)
     tl.store(route.row_bin + pos, bin_id, mask=mask)
-    tl.store(route.pair_end + pos, pos - rank_in_bin + bin_count, mask=mask)
     rank_in_expert = pos - expert_start
     starts = mask & (rank_in_expert % BLOCK_M == 0)
     tile = tile_first + rank_in_expert // BLOCK_M
@@ -120,7 +116,7 @@ def route_small_kernel(expert_ptr, slot_ptr, route, num_rows, num_experts, slots
         tl.store(route.header + 1, num_rows)
 
     local = in_range & (expert_i < num_experts)
-    _write_rows(route, row, pos, bin_i, rank_in_bin, bin_count, expert_start, tile_first, local, BLOCK_M, slots_1)
+    _write_rows(route, row, pos, bin_i, expert_start, tile_first, local, BLOCK_M, slots_1)
     tl.store(route.row_pos + row, -1, mask=in_range & (expert_i == num_experts))
     rank_in_expert = pos - expert_start
     tile = tile_first + rank_in_expert // BLOCK_M
@@ -192,7 +188,7 @@ def place_kernel(expert_ptr, slot_ptr, bin_count_ptr, bin_start_ptr, pair_first_
     expert_start = tl.load(bin_start_ptr + expert * slots_1, mask=local, other=0)
     expert_end = tl.load(bin_start_ptr + (expert + 1) * slots_1, mask=local, other=0)
     tile_first = tl.load(tile_first_ptr + expert, mask=local, other=0)
-    _write_rows(route, row, pos, bin_id, rank, count, expert_start, tile_first, local, BLOCK_M, slots_1)
+    _write_rows(route, row, pos, bin_id, expert_start, tile_first, local, BLOCK_M, slots_1)
     rank_in_expert = pos - expert_start
     tile = tile_first + rank_in_expert // BLOCK_M
     starts = local & (rank_in_expert % BLOCK_M == 0)
@@ -245,7 +241,7 @@ def build_route(
     device, slots_1 = topk_expert_TK.device, num_slots + 1
     num_tiles = max_base_tiles(n, num_experts, block_m)
     num_pairs = max_pair_tiles(n, num_experts, num_slots, pair_block_m)
-    sizes = [2, n, n, n, n, *[num_tiles] * 3, *[num_pairs] * 4]
+    sizes = [2, n, n, n, *[num_tiles] * 3, *[num_pairs] * 4]
     # One allocation; every part starts at a multiple of 4 integers so that kernels see aligned pointers.
     padded = [triton.cdiv(size, 4) * 4 for size in sizes]
     buffer = torch.empty(sum(padded), dtype=torch.int32, device=device)
