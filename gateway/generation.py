@@ -85,8 +85,11 @@ class Generator:
             ticket.attach(call)
             text = TextOutput(self.tokenizer, prompt, request.stop.stop_strings)
             output = _Output(text, worker, rank.ep_rank)
-            self._metrics.prompt_tokens.inc(len(prompt))
+            num_new = len(prompt)
             async for response in self._read(call, ticket):
+                # Only now the rank has computed the prompt: before, it may refuse it.
+                self._metrics.prompt_tokens.inc(num_new)
+                num_new = 0
                 message = output.message(response)
                 self._metrics.generated_tokens.inc(len(message.token_ids))
                 yield message

@@ -46,7 +46,9 @@ class Metrics:
             buckets=_LATENCY_SECONDS,
             registry=self.registry,
         )
-        self.prompt_tokens = Counter("epilora_prompt_tokens", "Tokens of prompts.", registry=self.registry)
+        self.prompt_tokens = Counter(
+            "epilora_prompt_tokens", "Tokens of prompts that were computed.", registry=self.registry
+        )
         self.generated_tokens = Counter("epilora_generated_tokens", "Tokens generated.", registry=self.registry)
         self._server: Any = None
 

@@ -96,8 +96,10 @@ class SourceRoots:
     def _directory(self, source: str) -> Path:
         path = Path(os.path.realpath(_path_of(source)))
         self._check_inside(path, source)
-        if not path.is_dir():
-            raise NotFoundError(f"adapter directory {source} does not exist", reason="SOURCE_NOT_FOUND", field=_FIELD)
+        # Path.is_dir raises for a name that is too long, and for directories on the way that are closed to us.
+        if not os.path.isdir(path):
+            message = f"adapter directory {source} does not exist, or cannot be read"
+            raise NotFoundError(message, reason="SOURCE_NOT_FOUND", field=_FIELD)
         return path
 
     def _check_inside(self, path: Path, named: object) -> None:

@@ -94,7 +94,7 @@ def convert_adapter(
             "it cannot be converted",
             reason="UNSUPPORTED_ADAPTER",
         )
-    if out.exists():
+    if os.path.lexists(out):
         raise InvalidArgumentError(f"{out} exists; expected the name of a new directory", reason="BAD_OUTPUT")
     family = family_of(model.model_type, model.moe_layers[0].gate_up_layout)
     single_experts = layout is ConvertedLayout.PER_EXPERT

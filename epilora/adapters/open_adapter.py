@@ -69,10 +69,11 @@ def open_adapter(path: Path) -> Iterator[OpenAdapter]:
         NotFoundError: no such directory.
         AdapterFormatError: no adapter_config.json, or weights that cannot be read.
     """
-    if not path.is_dir():
-        raise NotFoundError(f"adapter directory {path} does not exist", reason="SOURCE_NOT_FOUND")
+    # Path.is_dir raises for a name that is too long, and for directories on the way that are closed to us.
+    if not os.path.isdir(path):
+        raise NotFoundError(f"adapter directory {path} does not exist, or cannot be read", reason="SOURCE_NOT_FOUND")
     config = path / CONFIG_NAME
-    if not config.is_file():
+    if not os.path.isfile(config):
         raise AdapterFormatError(f"{path} has no {CONFIG_NAME}", reason="NO_ADAPTER_CONFIG")
     with config.open("rb") as stream:
         content = stream.read(MAX_CONFIG_BYTES + 1)

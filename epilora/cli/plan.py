@@ -70,7 +70,12 @@ def plan(
         for text in adapter or []:
             name, separator, directory = text.rpartition("=")
             path = Path(directory.removeprefix("file://"))
-            forms[name if separator else path.name] = read_adapter(path, spec, max_lora_rank=max_lora_rank)
+            name = name if separator else path.name
+            if name in forms:
+                raise typer.BadParameter(
+                    f"two adapters are named {name!r}; give one another name: --adapter NAME={path}"
+                )
+            forms[name] = read_adapter(path, spec, max_lora_rank=max_lora_rank)
         plans = plan_memory(
             spec,
             placed,
@@ -82,7 +87,10 @@ def plan(
     except EpiloraError as error:
         raise fail(error) from None
     if save:
-        save.write_text(json.dumps({"layers": _tables(placed)}))
+        try:
+            save.write_text(json.dumps({"layers": _tables(placed)}))
+        except OSError as error:
+            raise typer.BadParameter(f"--save {save} cannot be written: {error.strerror}") from None
     if as_json:
         spreads = {"spread_now": balance.spread_now, "spread_planned": balance.spread_planned} if balance else {}
         typer.echo(json.dumps({**_as_json(spec, placed, plans), **spreads}, indent=2))

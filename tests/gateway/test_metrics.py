@@ -9,6 +9,7 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from epilora.errors import ResourceExhaustedError
 from epilora.settings import GatewaySettings
 from gateway.servicers import SERVICE_NAMES
 from tests.gateway.conftest import Cluster, refused
@@ -33,12 +34,18 @@ async def test_metrics_show_requests_adapters_and_ranks(cluster: Cluster) -> Non
     await cluster.client.load("a")
     await cluster.client.tokens("a", 4)
     await refused(cluster.client.generate("none"))
+    for ep_rank in (0, 1):
+        cluster.script.fail("GenerateTokens", ResourceExhaustedError("full", reason="QUEUE_FULL"), ep_rank)
+    await refused(cluster.client.generate())
     await asyncio.sleep(0.2)
     seen = await scrape(cluster)
     generate = ("method", "/epilora.v1.GenerationService/Generate")
     assert seen["epilora_requests_total", (("code", "OK"), generate)] == 1
     assert seen["epilora_requests_total", (("code", "NOT_FOUND"), generate)] == 1
-    assert seen["epilora_request_seconds_count", (generate,)] == 2
+    assert seen["epilora_requests_total", (("code", "RESOURCE_EXHAUSTED"), generate)] == 1
+    assert seen["epilora_request_seconds_count", (generate,)] == 3
+    # What a rank refused is no prompt that was computed.
+    assert seen["epilora_prompt_tokens_total", ()] == 1
     assert seen["epilora_generated_tokens_total", ()] == 4
     assert seen["epilora_adapters", (("state", "SERVING"),)] == 1
     assert seen["epilora_adapter_resident_bytes", (("adapter", "a"),)] == 200

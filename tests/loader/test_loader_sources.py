@@ -115,9 +115,10 @@ async def test_slices_outlive_the_folder(setup: Setup) -> None:
 
 
 async def test_missing(setup: Setup) -> None:
-    error = await setup.error(setup.root / "none")
-    assert isinstance(error, NotFoundError)
-    assert error.reason == "SOURCE_NOT_FOUND"
+    for name in ("none", "n" * 300):
+        error = await setup.error(setup.root / name)
+        assert isinstance(error, NotFoundError)
+        assert error.reason == "SOURCE_NOT_FOUND"
     adapter = setup.adapter()
     (adapter / WEIGHTS).rename(adapter / "adapter_model.bin")
     assert (await setup.error(adapter)).reason == "BAD_TORCH_FILE"

@@ -82,7 +82,8 @@ def test_inspect_says_why_an_adapter_would_be_refused(tmp_path: Path) -> None:
     assert "would be refused (SHAPE_MISMATCH)" in _run("inspect", adapter, "--model", model, code=1)
     dora = write_adapter(tmp_path / "dora", tensors, **changes, use_dora=True)
     assert _json(dora, code=1)["refused"]["reason"] == "UNSUPPORTED_ADAPTER"
-    assert "does not exist" in _run("inspect", tmp_path / "none", code=1)
+    for name in ("none", "n" * 300):
+        assert "does not exist" in _run("inspect", tmp_path / name, code=1)
 
 
 def test_inspect_reads_headers_only(tmp_path: Path) -> None:
@@ -247,6 +248,8 @@ def test_convert_writes_no_existing_directory(tmp_path: Path) -> None:
     tensors, changes = tensors_of(ModelSpec.from_directory(model), "F3", 3)
     adapter = write_adapter(tmp_path / "a", tensors, **changes)
     assert "exists" in _run("convert", adapter, adapter, "--layout", "fused", "--model", model, code=1)
+    too_long = tmp_path / ("n" * 300)
+    assert "cannot be written" in _run("convert", adapter, too_long, "--layout", "fused", "--model", model, code=1)
 
 
 def test_peft_reads_a_fused_adapter_as_we_do(tmp_path: Path) -> None:

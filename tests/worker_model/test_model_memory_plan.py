@@ -145,6 +145,23 @@ def test_refusals(tmp_path: Path) -> None:
         assert reason in result.stderr
 
 
+def test_wrong_usage(tmp_path: Path) -> None:
+    fixture = FIXTURES / "adapters" / "peft-0.17.1-transformers-4.57.3" / "qwen3moe-T-all"
+    named = [tmp_path / parent / "final" for parent in ("one", "two")]
+    for path in named:
+        path.parent.mkdir()
+        path.symlink_to(fixture)
+    model = ["--model", str(FIXTURES / "models" / "qwen3moe-T")]
+    adapters = [argument for path in named for argument in ("--adapter", str(path))]
+    for arguments, words in (
+        (adapters, "'final'"),
+        (["--save", str(tmp_path / "none" / "placement.json")], "cannot be written"),
+    ):
+        result = CliRunner().invoke(app, ["plan", *model, *arguments], env={"COLUMNS": "400"})
+        assert result.exit_code == 2
+        assert words in result.stderr
+
+
 def test_ranges() -> None:
     assert ranges((0, 1, 2, 5, 7, 8)) == "0-2 5 7-8"
     assert ranges(()) == ""
