@@ -124,7 +124,8 @@ class ControlLog:
         if free is None:
             future.set_exception(
                 ResourceExhaustedError(
-                    f"all {self._num_slots} adapter slots are taken; unload an adapter, or raise num_adapter_slots",
+                    f"all {self._num_slots} adapter slots are taken; unload an adapter, or raise num_adapter_slots (a "
+                    "reload needs a free slot, too: the generation before serves on until the new one does)",
                     reason="NO_ADAPTER_SLOT",
                     metadata={"num_adapter_slots": self._num_slots},
                 )

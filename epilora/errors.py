@@ -7,7 +7,7 @@ constant of google.rpc.ErrorInfo that programs match on; `metadata` holds the va
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import grpc
 
@@ -51,7 +51,10 @@ class InvalidArgumentError(EpiloraError):
 
 
 class AdapterFormatError(InvalidArgumentError):
-    """An adapter's files are broken, or do not fit the model."""
+    """An adapter's files are broken, or do not fit the model: the source of the request is wrong, if no other field."""
+
+    def __init__(self, message: str, *, reason: str, field: str = "source", **details: Any) -> None:
+        super().__init__(message, reason=reason, field=field, **details)
 
 
 class NotFoundError(EpiloraError):

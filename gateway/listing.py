@@ -6,7 +6,7 @@ import base64
 import binascii
 
 from epilora.errors import InvalidArgumentError
-from epilora.v1 import adapter_service_pb2
+from epilora.v1 import adapter_service_pb2, types_pb2
 from gateway.adapter_table import AdapterTable
 
 DEFAULT_PAGE_SIZE = 100
@@ -19,8 +19,12 @@ def list_adapters(
     """One page, in order of name.
 
     Raises:
-        InvalidArgumentError: a negative page_size, or a page_token that no response has had.
+        InvalidArgumentError: a negative page_size, a page_token that no response has had, or a state that is none.
     """
+    if request.state not in types_pb2.AdapterState.values():
+        known = ", ".join(types_pb2.AdapterState.keys())
+        message = f"state is {request.state}, expected one of {known} (0: all)"
+        raise InvalidArgumentError(message, reason="BAD_STATE", field="state")
     if request.page_size < 0:
         message = f"page_size is {request.page_size}, expected 0 (the default, {DEFAULT_PAGE_SIZE}) to {MAX_PAGE_SIZE}"
         raise InvalidArgumentError(message, reason="BAD_PAGE_SIZE", field="page_size")

@@ -180,7 +180,7 @@ def _resolve(
         ignored=tuple(sorted(tensor.name for tensor in found.left_over)),
         absent=tuple(sorted(found.absent)),
         rank_differences=tuple(found.rank_differences),
-        warnings=tuple(_warnings(config, target, found)),
+        warnings=tuple(_warnings(config, target, found, choices.hints)),
     )
     _check_pairs(form, choices.max_lora_rank, len(header.tensors))
     return form
@@ -377,7 +377,7 @@ def _unknown_tensors(
     )
 
 
-def _warnings(config: PeftConfig, target: AdapterTarget, found: _Found) -> list[str]:
+def _warnings(config: PeftConfig, target: AdapterTarget, found: _Found, hints: LayoutHints) -> list[str]:
     warnings = list(config.warnings)
     for name, patterns in (("rank_pattern", config.ranks), ("alpha_pattern", config.alphas)):
         if patterns.unused:
@@ -390,6 +390,8 @@ def _warnings(config: PeftConfig, target: AdapterTarget, found: _Found) -> list[
     stacked = [name for name in target.family.stacked_parameters if config.targets_parameter_named(name)]
     if stacked and not found.stacked:
         warnings.append(f"target_parameters names {named(stacked)}, but the file has no pair for stacked experts")
+    if hints != NO_HINTS and not found.stacked:
+        warnings.append("layout_hints had no effect: the file has no pair for stacked experts, which they are about")
     warnings += contradiction_warnings(found.contradicted)
     if found.absent:
         warnings.append(f"{len(found.absent)} empty tensors stand for the gate that this model's experts do not have")

@@ -25,7 +25,7 @@ _TIMEOUT_SECONDS = 10.0
 
 def plan(
     model: Annotated[Path, typer.Option(help="Directory of the Hugging Face checkpoint; config.json may be enough.")],
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks the experts are spread over.")] = 1,
+    ranks: Annotated[int, typer.Option(min=1, max=4096, help="Ranks the experts are spread over.")] = 1,
     placement: Annotated[
         str | None, typer.Option(help="linear (the default), round_robin, or a JSON file.", show_default=False)
     ] = None,

@@ -280,6 +280,7 @@ async def test_paging(cluster: Cluster) -> None:
     assert token == ""
     for bad in (
         adapter_service_pb2.ListAdaptersRequest(page_size=-1),
+        adapter_service_pb2.ListAdaptersRequest(state=77),
         adapter_service_pb2.ListAdaptersRequest(page_token="nonsense!"),
     ):
         assert (await refused(cluster.client.adapters.ListAdapters(bad))).code is grpc.StatusCode.INVALID_ARGUMENT

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from epilora.adapters.layout_hints import LayoutHints
 from epilora.adapters.normal_form import NormalForm
 from epilora.errors import AdapterFormatError
 from epilora.families import Projection
@@ -251,3 +252,10 @@ def test_different_dtypes_of_a_and_b(model: ModelSpec, tmp_path: Path) -> None:
 def test_unused_target_parameters_are_warned_of(model: ModelSpec, tmp_path: Path) -> None:
     form = resolve(write_adapter(tmp_path / "a", GOOD, target_parameters=TARGETS), model)
     assert any("has no pair for stacked experts" in warning for warning in form.warnings)
+
+
+def test_hints_without_stacked_experts_are_warned_of(model: ModelSpec, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "a", GOOD)
+    assert not resolve(path, model).warnings
+    form = resolve(path, model, hints=LayoutHints(swapped=True))
+    assert any("layout_hints had no effect" in warning for warning in form.warnings)
