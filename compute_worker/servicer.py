@@ -16,7 +16,7 @@ from compute_worker.expert_queue import ExpertCall
 from compute_worker.requests import GenerateOutput, GenerateRequest, OutputQueue, Sampling, Sequence
 from compute_worker.tensors import FLOAT_TYPES, array_to_message, to_message, to_torch
 from compute_worker.worker import Worker
-from epilora.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
+from epilora.errors import EpiloraError, FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 from epilora.load_spec import MoEEPLoadSpec
 from epilora.placement import ExpertPlacement
 from epilora.v1 import worker_service_pb2 as pb
@@ -111,6 +111,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
         requests = aiter(request_iterator)
         # Reads ahead so that the messages of one stream can share a step; answers keep their order.
         reading: asyncio.Task[pb.ForwardExpertsRequest] | None = asyncio.ensure_future(anext(requests))
+        refusal: EpiloraError | None = None
         try:
             while reading is not None or in_flight:
                 waits: set[asyncio.Future[Any]] = set()
@@ -127,10 +128,15 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
                         reading = asyncio.ensure_future(anext(requests))
                     except StopAsyncIteration:
                         reading = None
+                    except EpiloraError as error:
+                        # What was asked before is answered before.
+                        reading, refusal = None, error
                 if head is not None and head.done():
                     request_id, dtype, _ = in_flight.popleft()
                     y_TD = head.result().to(dtype)
                     yield pb.ForwardExpertsResponse(request_id=request_id, hidden_states=to_message(y_TD))
+            if refusal is not None:
+                raise refusal
         finally:
             if reading is not None:
                 reading.cancel()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
@@ -84,6 +85,8 @@ class StepLoop:
             runner=runner, scheduler=scheduler, slot_of=control.slot_in_use, defers=runner.computes_beside
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._arriving: deque[Sequence] = deque()
+        """Sequences that the inbox is about to add, in its order or nearly so."""
         self._wake = threading.Event()
         self._stopping = False
         self._step = 0
@@ -119,12 +122,13 @@ class StepLoop:
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait, ExpertService calls included."""
-        return self._scheduler.num_waiting + len(self._experts) + self._inbox.qsize()
+        """Requests that wait to be generated. ExpertService calls do not count: their streams have limits."""
+        return self._scheduler.num_waiting + len(self._arriving)
 
     def add_sequence(self, sequence: Sequence) -> None:
         """Hands a request over. Any thread."""
-        self._post(lambda: self._scheduler.add(sequence))
+        self._arriving.append(sequence)
+        self._post(lambda: self._scheduler.add(self._arriving.popleft()))
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a request whose answer nobody wants any more. Any thread."""
@@ -254,7 +258,7 @@ class StepLoop:
 
     def _rest(self) -> None:
         seconds = self._consensus.rest_seconds(self._last_turn - self._last_work)
-        if self.num_running or self.num_queued:
+        if self.num_running or self.num_queued or len(self._experts):
             seconds = min(seconds, _WAITING_SECONDS)
         self._consensus.rest(self._wake, seconds)
 

@@ -108,7 +108,7 @@ class WorkerSettings(CommonSettings):
     max_num_batched_tokens: int = Field(default=2048, ge=1)
     """Tokens in one step of this rank; longer prompts are prefilled in chunks."""
     max_queued_requests: int = Field(default=256, ge=1)
-    """Requests that may wait on this rank."""
+    """Generate requests that may wait on this rank. Messages of ExpertService streams do not count."""
     output_queue_size: int = Field(default=1024, ge=1)
     """Messages a client may leave unread before it is cancelled."""
     collective_timeout_seconds: float = Field(default=30.0, gt=0)

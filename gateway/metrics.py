@@ -122,7 +122,7 @@ class StateCollector(Collector):
             lambda rank: self._in_flight.on_rank(rank.ep_rank),
         )
         yield _by_rank("epilora_requests_running", "Requests being generated.", self._group, _running)
-        yield _by_rank("epilora_requests_queued", "Requests that wait on the rank.", self._group, _queued)
+        yield _by_rank("epilora_requests_queued", "Generate requests that wait on the rank.", self._group, _queued)
         yield _by_rank("epilora_rank_adapter_bytes", "Bytes of resident adapters.", self._group, _adapter_bytes)
         yield _by_rank("epilora_rank_pinned_cache_bytes", "Bytes of registered slices.", self._group, _pinned_bytes)
         yield _by_rank("epilora_rank_pin_failures", "Slices that could not be registered.", self._group, _pin_failures)
