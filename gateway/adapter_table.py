@@ -105,6 +105,7 @@ class Observations:
     def __init__(self) -> None:
         self._unread: deque[adapter_service_pb2.WatchAdapterResponse] = deque(maxlen=MAX_UNREAD_OBSERVATIONS)
         self._arrived = asyncio.Event()
+        self._end: EpiloraError | None = None
 
     def add(self, observation: adapter_service_pb2.WatchAdapterResponse) -> None:
         """Appends, or replaces an unread one of the same generation and state."""
@@ -115,9 +116,16 @@ class Observations:
         self._unread.append(observation)
         self._arrived.set()
 
+    def end(self, error: EpiloraError) -> None:
+        """Nothing more is going to be added."""
+        self._end = error
+        self._arrived.set()
+
     async def next(self) -> adapter_service_pb2.WatchAdapterResponse:
-        """The oldest unread one."""
+        """The oldest unread one. When all are read, what `end` was given is raised."""
         while not self._unread:
+            if self._end is not None:
+                raise self._end
             self._arrived.clear()
             await self._arrived.wait()
         return self._unread.popleft()
@@ -145,6 +153,7 @@ class AdapterTable:
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
+        self._watches_end: EpiloraError | None = None
 
     def entries(self) -> list[Entry]:
         """All names in order."""
@@ -274,8 +283,17 @@ class AdapterTable:
             self.set_state(entry, last, UNLOADED)
         self._forget_if_empty(entry)
 
+    def end_watches(self, error: EpiloraError) -> None:
+        """Ends every watch with an error once what it has not read yet is read, and each that comes later."""
+        self._watches_end = error
+        for entry in self._entries.values():
+            for watcher in entry.watchers:
+                watcher.end(error)
+
     async def watch(self, name: str) -> AsyncGenerator[adapter_service_pb2.WatchAdapterResponse, None]:
-        """The state now, then every change, until the adapter is gone."""
+        """The state now, then every change, until the adapter is gone or `end_watches`."""
+        if self._watches_end is not None:
+            raise self._watches_end
         entry = self.find(name)
         if entry is None:
             raise _not_found(name)

@@ -42,7 +42,7 @@ log = structlog.get_logger(__name__)
 ENDED_CALLS_SECONDS = 3.0
 """How long calls that were ended may take to tell their callers."""
 LAST_WRITES_SECONDS = 0.5
-"""Grace for streams that are still open when nothing is in flight any more: watchers, reflection."""
+"""Grace for streams that are still open when nothing is in flight any more: reflection."""
 
 
 class Gateway:
@@ -177,6 +177,7 @@ class Gateway:
         self._in_flight.close(
             stopping_error("" if drained else f", and this call had not finished {timeout:g} s later")
         )
+        self._table.end_watches(stopping_error())
         await self._in_flight.idle(ENDED_CALLS_SECONDS)
         log.info("stopped")
 

@@ -44,6 +44,7 @@ class InFlight:
         self._tickets: set[Ticket] = set()
         self._per_rank: Counter[int] = Counter()
         self._num_unanswered = 0
+        self._num_followers = 0
         self._refusal: EpiloraError | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -60,7 +61,7 @@ class InFlight:
         ticket = Ticket(ep_rank)
         self._tickets.add(ticket)
         self._per_rank[ep_rank] += 1
-        self._idle.clear()
+        self._look()
         try:
             yield ticket
         finally:
@@ -76,15 +77,32 @@ class InFlight:
             context: the servicer's.
         """
         self._num_unanswered += 1
-        self._idle.clear()
+        self._look()
         context.add_done_callback(self._answered)
 
     def _answered(self, _: Any) -> None:
         self._num_unanswered -= 1
         self._look()
 
+    def follows(self, context: Any) -> None:
+        """Counts a public call that goes on until `close`: it is waited for only from then on.
+
+        Args:
+            context: the servicer's.
+        """
+        self._num_followers += 1
+        context.add_done_callback(self._follower_left)
+        self._look()
+
+    def _follower_left(self, _: Any) -> None:
+        self._num_followers -= 1
+        self._look()
+
     def _look(self) -> None:
-        if not self._tickets and not self._num_unanswered:
+        closed = self._refusal is not None
+        if self._tickets or self._num_unanswered or (closed and self._num_followers):
+            self._idle.clear()
+        else:
             self._idle.set()
 
     def __len__(self) -> int:
@@ -105,6 +123,7 @@ class InFlight:
         """Ends every call, and each that comes later as soon as it asks for its ticket."""
         self._refusal = error
         self.end_all(error)
+        self._look()
 
     async def idle(self, timeout_seconds: float) -> bool:
         """Waits until nothing is in flight and every call has its status; False if that took too long."""

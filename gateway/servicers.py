@@ -84,6 +84,7 @@ class AdapterServicer(adapter_service_pb2_grpc.AdapterServiceServicer):
     async def WatchAdapter(  # noqa: N802
         self, request: adapter_service_pb2.WatchAdapterRequest, context: Any
     ) -> None:
+        self._in_flight.follows(context)
         await _send(self._table.watch(request.name), context)
 
 

@@ -113,7 +113,8 @@ class AdapterServiceServicer:
     def WatchAdapter(self, request, context):
         """Streams the state of one adapter, first as it is now, then at every change, until it
         is gone or the caller stops. NOT_FOUND if there is none of that name; a load in
-        progress counts as there, so a caller may watch what another one loads.
+        progress counts as there, so a caller may watch what another one loads. UNAVAILABLE when
+        the gateway stops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -10,13 +10,14 @@ import time
 
 import grpc
 import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from epilora.errors import FailedPreconditionError
 from epilora.rpc import make_channel
 from epilora.v1 import adapter_service_pb2, cluster_service_pb2, types_pb2
 from gateway.app import Gateway
 from gateway.servicers import SERVICE_NAMES
-from tests.gateway.conftest import Client, Cluster, refused
+from tests.gateway.conftest import Client, Cluster, crash, refused
 
 
 async def test_lost_rank_ends_calls_and_adapters_come_back(cluster: Cluster) -> None:
@@ -238,17 +239,28 @@ async def test_stop_finishes_calls_and_ends_watchers(cluster: Cluster) -> None:
     assert first.status == health_pb2.HealthCheckResponse.SERVING
     watch = cluster.client.adapters.WatchAdapter(adapter_service_pb2.WatchAdapterRequest(name="a"))
     await watch.read()
+    reflection = reflection_pb2_grpc.ServerReflectionStub(cluster.client.channel).ServerReflectionInfo()
+    await reflection.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    await reflection.read()
     cluster.ranks.token_pause = 0.02
     generating = asyncio.ensure_future(cluster.client.tokens("a", 20))
     await cluster.script.called("GenerateTokens")
     started = time.monotonic()
-    stopping = asyncio.ensure_future(cluster.gateway.stop())
+    # Not `stop`, which would end what the drain has left open: the process ends right after its drain.
+    draining = asyncio.ensure_future(cluster.gateway.drain())
     assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
     late = await refused(cluster.client.generate())
     assert late.reason == "SHUTTING_DOWN"
+    assert not watch.done()
     assert len(await generating) == 20
-    await stopping
+    await draining
+    ended = await asyncio.wait_for(refused(asyncio.ensure_future(watch.read())), 1)
+    assert (ended.code, ended.reason) == (grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
+    assert ended.retry_after_seconds
+    later = cluster.client.adapters.WatchAdapter(adapter_service_pb2.WatchAdapterRequest(name="a"))
+    assert (await refused(later)).reason == "SHUTTING_DOWN"
     assert time.monotonic() - started < 3
+    await crash(cluster.gateway)
     assert list(cluster.ranks.generations()[0]) == [1]
     cluster.gateway = Gateway(cluster.settings)
     await cluster.gateway.start()
