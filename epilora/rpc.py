@@ -18,12 +18,16 @@ from grpc_status import rpc_status
 
 from epilora.errors import ERROR_DOMAIN, EpiloraError, InternalError, error_class_for
 from epilora.health import HealthServicer
+from epilora.request_stream import RequestStream, UnreadableRequest, tolerant
 
 log = structlog.get_logger(__name__)
 
 DEFAULT_MAX_MESSAGE_BYTES = 64 << 20
 _MAX_STATUS_TEXT = 1500
 _MAX_STATUS_VALUE = 300
+LAST_REQUESTS_SECONDS = 0.2
+"""How long a stream that ends with an error is read on. grpc's asyncio client reports an INTERNAL of its own instead of
+the status that arrives while it writes."""
 
 LIVENESS_SERVICE = "liveness"
 """Health name that is SERVING from the first moment a server listens: for liveness probes, which must not end a
@@ -140,38 +144,67 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 else grpc.unary_stream_rpc_method_handler
             )
             return factory(
-                self._streaming(method, streaming), handler.request_deserializer, handler.response_serializer
+                self._streaming(method, streaming), tolerant(handler.request_deserializer), handler.response_serializer
             )
         single = handler.stream_unary if handler.request_streaming else handler.unary_unary
         factory = (
             grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
         )
-        return factory(self._single(method, single), handler.request_deserializer, handler.response_serializer)
+        return factory(
+            self._single(method, single), tolerant(handler.request_deserializer), handler.response_serializer
+        )
 
     def _single(self, method: str, behavior: Any) -> Any:
         async def call(request: Any, context: Any) -> Any:
-            with _Observed(self._observer, method) as observed:
+            with _Observed(self._observer, method) as observed, _Input(request) as given:
                 try:
-                    return await behavior(request, context)
+                    return await behavior(given.checked(), context)
                 except Exception as error:
+                    await given.discard()
                     await observed.abort(context, error)
 
         return call
 
     def _streaming(self, method: str, behavior: Any) -> Any:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            with _Observed(self._observer, method) as observed:
+            with _Observed(self._observer, method) as observed, _Input(request) as given:
                 try:
-                    result = behavior(request, context)
+                    result = behavior(given.checked(), context)
                     if hasattr(result, "__aiter__"):
                         async for response in result:
                             yield response
                     else:
                         await result
                 except Exception as error:
+                    await given.discard()
                     await observed.abort(context, error)
 
         return call
+
+
+class _Input:
+    """What the caller of one RPC sends: one request or a stream of them."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = RequestStream(request) if hasattr(request, "__aiter__") else request
+
+    def __enter__(self) -> _Input:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if isinstance(self._request, RequestStream):
+            self._request.close()
+
+    def checked(self) -> Any:
+        """For the handler. InvalidArgumentError if it is one request that cannot be read."""
+        if isinstance(self._request, UnreadableRequest):
+            raise self._request.error()
+        return self._request
+
+    async def discard(self) -> None:
+        """Drops what else the caller sends, for a moment."""
+        if isinstance(self._request, RequestStream):
+            await self._request.discard(LAST_REQUESTS_SECONDS)
 
 
 class _Observed:

@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from epilora.errors import EpiloraError, InternalError, InvalidArgumentError
+from epilora.errors import EpiloraError, InternalError, InvalidArgumentError, UnavailableError
 from epilora.v1 import expert_service_pb2, worker_service_pb2
 from epilora.wire import check_tensor
 from gateway.adapter_table import AdapterTable, Generation
 from gateway.in_flight import InFlight, Ticket
 from gateway.keeper import Keeper
-from gateway.ranks import Group, Rank
+from gateway.ranks import RETRY_AFTER_SECONDS, Group, Rank
 from gateway.residency import worker_error
 from gateway.router import Router
 
@@ -97,20 +97,34 @@ class Experts:
         except grpc.aio.AioRpcError as error:
             if ticket.error is not None:
                 raise ticket.error from error
-            if error.details() == _LOST_STATUS and stream.oldest() is not None:
-                error = await self._status_of(rank, stream.oldest()) or error
+            if error.details() == _LOST_STATUS:
+                found = await self._status_of(rank, stream.oldest())
+                if found is None:
+                    raise _status_lost(ticket.ep_rank) from error
+                error = found
             raise worker_error(self._group, ticket.ep_rank, error) from error
 
     async def _status_of(
         self, rank: Rank, request: worker_service_pb2.ForwardExpertsRequest | None
     ) -> grpc.aio.AioRpcError | None:
         """Why a worker refuses a message, asked again on a stream of its own; None if it does not."""
+        if request is None:
+            return None
         try:
             async for _ in rank.stub.ForwardExperts(iter([request]), timeout=STATUS_SECONDS):
                 pass
         except grpc.aio.AioRpcError as error:
             return error
         return None
+
+
+def _status_lost(ep_rank: int) -> EpiloraError:
+    return UnavailableError(
+        f"rank {ep_rank} ended a stream while the gateway was writing to it, and the reason was lost; try again",
+        reason="RANK_STREAM_ENDED",
+        retry_after_seconds=RETRY_AFTER_SECONDS,
+        metadata={"ep_rank": ep_rank},
+    )
 
 
 def _ended_early(ep_rank: int) -> EpiloraError:

@@ -52,7 +52,12 @@ class ExpertServiceServicer:
 
         A message larger than the limit (64 MiB by default) is RESOURCE_EXHAUSTED. An unknown layer, a wrong shape or
         dtype, or an expert id out of range is INVALID_ARGUMENT and ends the stream. NOT_FOUND: no
-        such adapter. UNAVAILABLE: a rank was lost.
+        such adapter. UNAVAILABLE: a rank was lost, or the gateway stops.
+
+        At an error the answers to the messages before come first, then its status. What the caller
+        still sends is dropped meanwhile, for 0.2 s at most unless it ends its side before: a caller
+        that writes for longer than that may see an error of its own library instead of the status
+        (grpc's asyncio client in Python: INTERNAL, "Internal error from Core").
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -10,6 +10,8 @@ import grpc
 import numpy as np
 import pytest
 
+from epilora import rpc
+from epilora.errors import EpiloraError, FailedPreconditionError, InternalError
 from epilora.v1 import expert_service_pb2, types_pb2
 from epilora.wire import encode_tensor
 from tests.gateway.conftest import Cluster, refused
@@ -71,6 +73,66 @@ async def test_error_comes_after_the_answers_before_it(
     error = await refused(asyncio.ensure_future(read()))
     assert (error.code, error.field) == (code, field), (error.reason, error.message)
     assert answers == [1, 2]
+
+
+@pytest.mark.parametrize("layer, adapter_names", [(99, []), (0, ["none"])], ids=["worker refuses", "gateway refuses"])
+async def test_status_comes_after_what_the_caller_still_writes(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, layer: int, adapter_names: list[str]
+) -> None:
+    monkeypatch.setattr(rpc, "LAST_REQUESTS_SECONDS", 10.0)
+    call = cluster.client.experts.Forward()
+    await call.write(message(1))
+    await call.write(message(2, layer=layer, adapter_names=adapter_names))
+    assert (await call.read()).request_id == 1
+    for number in range(3, cluster.settings.max_expert_messages):
+        # Together more than the transport holds: a write waits until it is read, and a status meanwhile is lost.
+        await call.write(message(number, 40_000))
+    await call.done_writing()
+    error = await asyncio.wait_for(refused(asyncio.ensure_future(call.read())), 10)
+    assert (error.code, error.reason) == (
+        grpc.StatusCode.NOT_FOUND,
+        "LAYER_NOT_FOUND" if layer else "ADAPTER_NOT_FOUND",
+    )
+
+
+async def test_caller_that_never_ends_is_refused_soon(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "LAST_REQUESTS_SECONDS", 0.05)
+    call = cluster.client.experts.Forward()
+    await call.write(message(1, adapter_names=["none"]))
+    error = await asyncio.wait_for(refused(asyncio.ensure_future(call.read())), 5)
+    assert error.reason == "ADAPTER_NOT_FOUND"
+
+
+class _InTurn(dict[tuple[str, int], EpiloraError]):
+    """Faults of all ranks, each of which happens once."""
+
+    def __init__(self, *faults: EpiloraError) -> None:
+        super().__init__()
+        self._faults = list(faults)
+
+    def get(self, key: tuple[str, int], default: Any = None) -> Any:
+        return self._faults.pop(0) if key[0] == "ForwardExperts" and self._faults else default
+
+
+LOST = InternalError("Internal error from Core", reason="INTERNAL")
+"""What grpc's client makes of a status that comes while it writes."""
+REFUSAL = FailedPreconditionError("not here", reason="ADAPTER_NOT_RESIDENT")
+
+
+@pytest.mark.parametrize(
+    "faults, code, reason",
+    [
+        pytest.param([LOST, REFUSAL], REFUSAL.code, REFUSAL.reason, id="asked again, the worker says why"),
+        pytest.param([LOST], grpc.StatusCode.UNAVAILABLE, "RANK_STREAM_ENDED", id="asked again, it answers"),
+    ],
+)
+async def test_workers_status_that_was_lost(
+    cluster: Cluster, faults: list[EpiloraError], code: grpc.StatusCode, reason: str
+) -> None:
+    cluster.script.faults = _InTurn(*faults)
+    error = await asyncio.wait_for(refused(cluster.client.experts.Forward(iter([message(1)]))), 10)
+    assert (error.code, error.reason) == (code, reason), error.message
+    assert cluster.script.count("ForwardExperts") == 2
 
 
 F32 = types_pb2.DATA_TYPE_FLOAT32

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import urllib.request
 
+import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
@@ -61,6 +62,29 @@ async def test_metrics_show_requests_adapters_and_ranks(cluster: Cluster) -> Non
             await asyncio.sleep(0.05)
     assert seen["epilora_adapters", (("state", "SERVING"),)] == 0
     assert ("epilora_adapter_resident_bytes", (("adapter", "a"),)) not in seen
+
+
+@pytest.mark.parametrize("corrupt", [True, False], ids=["no message", "not UTF-8"])
+@pytest.mark.parametrize(
+    "kind, method, name_field",
+    [
+        ("unary_unary", "/epilora.v1.AdapterService/LoadAdapter", 1),
+        ("unary_stream", "/epilora.v1.GenerationService/Generate", 3),
+        ("stream_stream", "/epilora.v1.ExpertService/Forward", 5),
+    ],
+)
+async def test_bytes_that_are_no_request_are_refused_and_counted(
+    cluster: Cluster, kind: str, method: str, name_field: int, corrupt: bool
+) -> None:
+    # A field whose number has no end; or one of two bytes, in which UTF-8 would not begin.
+    data = b"\xff" * 12 if corrupt else bytes([name_field << 3 | 2, 2, 0xFF, 0xFE])
+    call = getattr(cluster.client.channel, kind)(method)(iter([data]) if kind == "stream_stream" else data)
+    error = await asyncio.wait_for(refused(call), 5)
+    assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "BAD_REQUEST_BYTES"), error.message
+    async with asyncio.timeout(5):
+        counted = ("epilora_requests_total", (("code", "INVALID_ARGUMENT"), ("method", method)))
+        while (await scrape(cluster)).get(counted) != 1:
+            await asyncio.sleep(0.05)
 
 
 async def test_reflection_names_the_services(cluster: Cluster) -> None:
