@@ -156,18 +156,18 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
     def _single(self, method: str, behavior: Any) -> Any:
         async def call(request: Any, context: Any) -> Any:
-            with _Observed(self._observer, method) as observed, _Input(request) as given:
+            with _Observed(self._observer, method, context) as observed, _Input(request) as given:
                 try:
                     return await behavior(given.checked(), context)
                 except Exception as error:
                     await given.discard()
-                    await observed.abort(context, error)
+                    await observed.abort(error)
 
         return call
 
     def _streaming(self, method: str, behavior: Any) -> Any:
         async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-            with _Observed(self._observer, method) as observed, _Input(request) as given:
+            with _Observed(self._observer, method, context) as observed, _Input(request) as given:
                 try:
                     result = behavior(given.checked(), context)
                     if hasattr(result, "__aiter__"):
@@ -177,7 +177,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                         await result
                 except Exception as error:
                     await given.discard()
-                    await observed.abort(context, error)
+                    await observed.abort(error)
 
         return call
 
@@ -210,9 +210,10 @@ class _Input:
 class _Observed:
     """Times one RPC and remembers its status for the observer."""
 
-    def __init__(self, observer: ServerObserver | None, method: str) -> None:
+    def __init__(self, observer: ServerObserver | None, method: str, context: Any) -> None:
         self._observer = observer
         self._method = method
+        self._context = context
         self._code = grpc.StatusCode.OK.name
 
     def __enter__(self) -> _Observed:
@@ -221,11 +222,14 @@ class _Observed:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is asyncio.CancelledError or kind is GeneratorExit:
-            self._code = grpc.StatusCode.CANCELLED.name
+            # grpc cancels the handler alike when its caller has left and when its time is up.
+            left = self._context.time_remaining()
+            is_late = left is not None and left <= 0
+            self._code = (grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED).name
         if self._observer is not None:
             self._observer(self._method, self._code, asyncio.get_running_loop().time() - self._start)
 
-    async def abort(self, context: Any, error: Exception) -> None:
+    async def abort(self, error: Exception) -> None:
         if isinstance(error, (grpc.aio.AbortError, grpc.aio.BaseError)) and not isinstance(error, grpc.aio.AioRpcError):
             raise error
         if isinstance(error, grpc.aio.AioRpcError):
@@ -234,7 +238,7 @@ class _Observed:
             log.error("unexpected error in a handler", method=self._method, exc_info=error)
             error = InternalError("internal error; the server's log has the details", reason="INTERNAL")
         self._code = error.code.name
-        await context.abort_with_status(status_of(error))
+        await self._context.abort_with_status(status_of(error))
 
 
 @dataclass(slots=True)

@@ -87,6 +87,26 @@ async def test_bytes_that_are_no_request_are_refused_and_counted(
             await asyncio.sleep(0.05)
 
 
+async def test_calls_whose_time_is_up_are_told_from_those_whose_caller_left(cluster: Cluster) -> None:
+    cluster.ranks.token_pause = 0.1
+    await refused(cluster.client.generate(max_tokens=60, timeout=0.3))
+    left = cluster.client.generate(max_tokens=60, timeout=30)
+    await left.read()
+    left.cancel()
+    generate = ("method", "/epilora.v1.GenerationService/Generate")
+    codes: dict[str, float] = {}
+    async with asyncio.timeout(5):
+        while sum(codes.values()) < 2:
+            seen = await scrape(cluster)
+            codes = {
+                dict(labels)["code"]: value
+                for (name, labels), value in seen.items()
+                if name == "epilora_requests_total" and generate in labels
+            }
+            await asyncio.sleep(0.05)
+    assert codes == {"DEADLINE_EXCEEDED": 1, "CANCELLED": 1}
+
+
 async def test_reflection_names_the_services(cluster: Cluster) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(cluster.client.channel)
     call = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
