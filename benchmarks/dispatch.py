@@ -105,7 +105,7 @@ class Reference:
         with dist._coalescing_manager(group=group.data_group, device=group.device):  # type: ignore[attr-defined]
             for received, send in zip(self._received, self._send, strict=True):
                 # As bytes: tensors of one launch have one type.
-                dist.all_gather_into_tensor(received.view(torch.uint8), send.view(torch.uint8), group=group.data_group)
+                _all_gather(received.view(torch.uint8), send.view(torch.uint8), group=group.data_group)
 
     def combine(self) -> None:
         """What arrived goes back as if computed."""

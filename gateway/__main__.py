@@ -47,6 +47,8 @@ def main() -> int:
     """Entry point."""
     # The tokenizer's library would import torch, for models that are not here: seconds at every start, and 200 MB.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    # Else transformers warns of that at every start.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     settings = settings_or_exit(GatewaySettings)
     setup_logs("gateway", level=settings.log_level)
     try:

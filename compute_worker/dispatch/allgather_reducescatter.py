@@ -77,7 +77,7 @@ class AllGatherDispatcher:
             with dist._coalescing_manager(group=group, device=pairs[0][0].device):  # type: ignore[attr-defined]
                 for received, send in pairs:
                     # As bytes: tensors of one launch have one type.
-                    dist.all_gather_into_tensor(received.view(torch.uint8), send.view(torch.uint8), group=group)
+                    _all_gather(received.view(torch.uint8), send.view(torch.uint8), group=group)
             return
         for received, send in pairs:
             _all_gather(received, send, group=group)
