@@ -201,7 +201,7 @@ def main() -> None:
     try:
         print(json.dumps(dataclasses.asdict(describe_model(Path(sys.argv[1])))))
     except EpiloraError as error:
-        print(json.dumps({"error": error.message, "reason": error.reason}))
+        print(json.dumps({"error": error.message, "reason": error.reason, "code": error.code.name}))
 
 
 if __name__ == "__main__":

@@ -198,8 +198,9 @@ class AdapterTable:
         """Exclusive right to change a name; AbortedError if another change is under way."""
         entry = self._entries.setdefault(name, Entry(name=name))
         if entry.busy:
+            article = "an" if entry.busy[0] in "aeiou" else "a"
             raise AbortedError(
-                f"a {entry.busy} of adapter {name!r} is under way; try the {purpose} again when it has ended",
+                f"{article} {entry.busy} of adapter {name!r} is under way; try the {purpose} again when it has ended",
                 reason="ADAPTER_BUSY",
                 retry_after_seconds=1.0,
                 metadata={"adapter": name, "under_way": entry.busy},

@@ -11,7 +11,7 @@ import grpc.aio
 import typer
 
 from epilora.cli.output import fail
-from epilora.errors import EpiloraError
+from epilora.errors import EpiloraError, InvalidArgumentError
 from epilora.rpc import DEFAULT_MAX_MESSAGE_BYTES, error_from
 
 Address = Annotated[
@@ -19,11 +19,18 @@ Address = Annotated[
 ]
 Timeout = Annotated[float, typer.Option("--timeout", min=0.001, help="Deadline of the call, seconds.")]
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+_NEVER_REACHED = ("failed to connect", "errors resolving", "dns resolution failed")
+"""How gRPC begins to say that no connection came about; it has one code for this and for a connection that was lost."""
 
 
 @contextmanager
 def connected(address: str, service: str = "gateway") -> Iterator[grpc.Channel]:
     """A channel to the gateway, or to another service; errors of the calls made with it end the command."""
+    if not address.strip():
+        error = InvalidArgumentError(
+            f"the address of the {service} is {address!r}, expected HOST:PORT or unix:PATH", reason="BAD_ADDRESS"
+        )
+        raise fail(error)
     options = [
         ("grpc.max_receive_message_length", DEFAULT_MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", DEFAULT_MAX_MESSAGE_BYTES),
@@ -42,5 +49,8 @@ def rpc_error(error: grpc.RpcError, address: str, service: str = "gateway") -> E
     # The sync API's error has the same accessors.
     mapped = error_from(cast(grpc.aio.AioRpcError, error))
     if mapped.code is grpc.StatusCode.UNAVAILABLE and mapped.reason == "UNAVAILABLE":
-        mapped.message = f"no {service} answers at {address}: {mapped.message}"
+        if mapped.message.lower().startswith(_NEVER_REACHED):
+            mapped.message = f"no {service} answers at {address}: {mapped.message}"
+        else:
+            mapped.message = f"the connection to the {service} at {address} was lost: {mapped.message}"
     return mapped

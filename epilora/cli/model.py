@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from epilora.errors import EpiloraError, InvalidArgumentError
+import grpc
+
+from epilora.errors import InvalidArgumentError, error_class_for
 from epilora.families import SIZED_FAMILIES
 from epilora.model_spec import ModelDescription, ModelSpec
 
@@ -32,5 +34,5 @@ def read_model(path: Path) -> ModelSpec:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
         raise InvalidArgumentError(f"{path} could not be described: {last}", reason="UNKNOWN_MODEL_FAMILY") from error
     if "error" in answer:
-        raise EpiloraError(answer["error"], reason=answer["reason"])
+        raise error_class_for(grpc.StatusCode[answer["code"]])(answer["error"], reason=answer["reason"])
     return ModelSpec.from_description(path, ModelDescription.from_json(answer))

@@ -99,6 +99,17 @@ async def test_the_record_has_the_revision_that_was_loaded(cluster: Cluster) -> 
     assert (await cluster.client.get("a")).source == "hf://org/repo@0123"
 
 
+async def test_what_is_under_way_is_said_in_words(cluster: Cluster) -> None:
+    await cluster.client.load("a")
+    gate = cluster.script.hold("RetireAdapter")
+    unloading = asyncio.ensure_future(cluster.client.unload("a"))
+    await cluster.script.called("RetireAdapter")
+    error = await refused(cluster.client.load("a"))
+    assert error.message.startswith("an unload of adapter 'a' is under way; try the load again")
+    gate.set()
+    await unloading
+
+
 async def test_only_one_change_of_a_name_at_a_time(cluster: Cluster) -> None:
     gate = cluster.script.hold("BuildSlices")
     loading = asyncio.ensure_future(cluster.client.load("a"))
