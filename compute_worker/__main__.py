@@ -116,7 +116,8 @@ def _leave_word(settings: WorkerSettings, error: EpiloraError) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     # Nobody may be there to read it, and the log line has been written.
     with contextlib.suppress(OSError):
-        temporary.write_text(json.dumps({"reason": error.reason, "message": error.message}))
+        word = {"code": error.code.name, "reason": error.reason, "message": error.message}
+        temporary.write_text(json.dumps(word))
         os.replace(temporary, path)
 
 

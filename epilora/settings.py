@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 MAX_PORT = 65535
 CANNOT_START_FILE = "cannot-start.json"
-"""In the run directory: {"reason": ..., "message": ...} of a worker that no further try would help."""
+"""In the run directory: {"code": ..., "reason": ..., "message": ...} of a worker that no further try would help."""
 
 
 class CommonSettings(BaseSettings):

@@ -5,17 +5,23 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from epilora.errors import FailedPreconditionError, InvalidArgumentError
 
 MAX_SOCKET_PATH_BYTES = 107
+ADDRESS_FILE = "addresses.json"
+"""In the run directory: where the gateway listens."""
 _SHARED_MEMORY = Path("/dev/shm")
+_SOCKET = re.compile(r"loader\.sock|worker-\d+\.sock")
+_LOGS_OF_A_START = re.compile(r"[0-9a-f]{32}_\w+")
+"""Below the run directory's torchelastic/, one of each start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,17 +60,53 @@ class Directories:
 
         Raises:
             FailedPreconditionError: reason STATE_DIR_IN_USE or RUN_DIR_IN_USE; nothing of the other's was touched.
+            InvalidArgumentError: reason BAD_DIRECTORY; one cannot be made or written.
         """
         with ExitStack() as stack:
             stack.enter_context(_locked(self.state, "--state-dir", "STATE_DIR_IN_USE"))
             stack.enter_context(_locked(self.run, "--run-dir", "RUN_DIR_IN_USE"))
             # Only with both locks: what is removed is nobody else's. Shared memory above all would never be freed.
-            stack.callback(self._remove_temporary)
+            stack.callback(self._remove_what_was_made)
+            _check_writable(self.cache, "--cache-dir")
             yield
 
-    def _remove_temporary(self) -> None:
+    def _remove_what_was_made(self) -> None:
         for directory in self.temporary:
             shutil.rmtree(directory, ignore_errors=True)
+        if self.run not in self.temporary:
+            _clean_run(self.run)
+
+
+def _clean_run(directory: Path) -> None:
+    """Removes from a run directory that somebody named what the processes made in it, and nothing else."""
+    for path in directory.iterdir():
+        if path.name == ADDRESS_FILE or (_SOCKET.fullmatch(path.name) and path.is_socket()):
+            path.unlink(missing_ok=True)
+    logs = directory / "torchelastic"
+    if not logs.is_dir():
+        return
+    for path in logs.iterdir():
+        if _LOGS_OF_A_START.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        # What is left is not ours.
+        logs.rmdir()
+
+
+def _check_writable(directory: Path, option: str) -> None:
+    """Makes a directory, and a file in it that is gone at once."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return
+    except OSError as error:
+        raise _unusable(directory, option, error) from None
+
+
+def _unusable(directory: Path, option: str, error: OSError) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{option} is {directory}, which cannot be used: {error.strerror}", reason="BAD_DIRECTORY"
+    )
 
 
 @contextmanager
@@ -74,9 +116,7 @@ def _locked(directory: Path, option: str, reason: str) -> Iterator[None]:
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / "serve.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise InvalidArgumentError(
-            f"{option} is {directory}, which cannot be used: {error.strerror}", reason="BAD_DIRECTORY"
-        ) from None
+        raise _unusable(directory, option, error) from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -24,6 +25,7 @@ from epilora.settings import CommonSettings, GatewaySettings, LoaderSettings, Wo
 from epilora.settings_errors import EXIT_BAD_SETTINGS, Problem, problems_of
 
 EXIT_USAGE = 2
+EXIT_SIGNAL = 128
 S = TypeVar("S", bound=CommonSettings)
 _OPTIONS = {"num_ranks": "--ranks", "dispatch_backend": "--dispatch", "drain_timeout_seconds": "--drain-timeout"}
 """Options that are not named as their setting is."""
@@ -85,8 +87,11 @@ def serve(
     """Serves a model on this machine: loader, one worker per rank, and the gateway.
 
     A setting is what its option says, else its EPILORA_* variable (EPILORA_NUM_RANKS for --ranks), else
-    the default; some have no option. SIGTERM or Ctrl-C stops everything in order; a second one kills
-    everything at once.
+    the default; some have no option. SIGTERM, SIGHUP or Ctrl-C stops everything in order; a second
+    SIGTERM or Ctrl-C kills everything at once.
+
+    Exit codes: 0 after a stop in order; 128 + the signal's number if a second one cut that short; 1 or 3 if it
+    could not start; 2 if an option is wrong, 78 if a variable is.
     """
     adapters = _parse_adapters(adapter or [])
     options = {
@@ -129,6 +134,7 @@ def serve(
             num_ranks=worker.num_ranks,
             run_dir=directories.run,
             state_dir=directories.state,
+            loader_address=gateway.model_copy(update={"run_dir": directories.run}).loader_address_resolved(),
             listen=gateway.listen,
             adapters=adapters,
             environment={f"EPILORA_{name.upper()}": str(value) for name, value in {**given, **resolved}.items()},
@@ -137,13 +143,15 @@ def serve(
             ready_file=ready_file,
         )
         with directories.owned():
-            asyncio.run(_run(serve_options))
+            killed_by = asyncio.run(_run(serve_options))
     except EpiloraError as error:
         raise fail(error) from None
+    if killed_by is not None:
+        raise typer.Exit(EXIT_SIGNAL + killed_by)
 
 
-async def _run(options: ServeOptions) -> None:
-    await Supervisor(options).run()
+async def _run(options: ServeOptions) -> signal.Signals | None:
+    return await Supervisor(options).run()
 
 
 def read_settings(given: Mapping[str, object]) -> tuple[WorkerSettings, LoaderSettings, GatewaySettings]:

@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +18,14 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from epilora.cli.children import Child, ChildSpec, children
-from epilora.errors import DeadlineExceededError, EpiloraError, FailedPreconditionError
+from epilora.cli.directories import ADDRESS_FILE
+from epilora.errors import (
+    DeadlineExceededError,
+    EpiloraError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    error_class_for,
+)
 from epilora.rpc import error_from, make_channel
 from epilora.settings import CANNOT_START_FILE
 from epilora.settings_errors import EXIT_BAD_SETTINGS
@@ -30,6 +39,8 @@ MAX_EXITS_AT_START = 5
 POLL_SECONDS = 0.1
 COUNT_SECONDS = 1.0
 WORKER_STOP_SECONDS = 10.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""SIGHUP comes when the terminal closes."""
 LOADER_STOP_SECONDS = 5.0
 GATEWAY_STOP_MARGIN_SECONDS = 5.0
 
@@ -41,6 +52,8 @@ class ServeOptions:
     num_ranks: int
     run_dir: Path
     state_dir: Path
+    loader_address: str
+    """Where the loader is reached."""
     listen: str
     """host:port; port 0: any free one, kept when the gateway is started again."""
     adapters: Mapping[str, str] = field(default_factory=dict)
@@ -57,10 +70,11 @@ class Supervisor:
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
-        self._address_file = options.run_dir / "addresses.json"
+        self._address_file = options.run_dir / ADDRESS_FILE
         self._cannot_start_file = options.run_dir / CANNOT_START_FILE
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
+        self._last_signal = signal.SIGTERM
         self._failure: EpiloraError | None = None
         self._ready = False
         self._worker_pids: set[int] = set()
@@ -100,19 +114,30 @@ class Supervisor:
         self._failure = FailedPreconditionError(f"{message}; its log lines above say why", reason="CANNOT_START")
         self._stop.set()
 
-    def ask_to_stop(self) -> None:
+    def ask_to_stop(self, number: signal.Signals) -> None:
         """First call: stop in order. Second call: kill everything now."""
-        (self._stop_now if self._stop.is_set() else self._stop).set()
+        if not self._stop.is_set():
+            self._stop.set()
+        # One closing terminal may send SIGHUP twice: the shell and the kernel both do.
+        elif number is not signal.SIGHUP:
+            self._last_signal = number
+            self._stop_now.set()
 
-    async def run(self) -> None:
+    async def run(self) -> signal.Signals | None:
         """Runs until asked to stop.
+
+        Returns:
+            The signal that cut the stop short, so that everything was killed; None if it stopped in order.
 
         Raises:
             EpiloraError: it could not be started, or an adapter of the command line could not be loaded.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.ask_to_stop)
+        for number in STOP_SIGNALS:
+            # nohup, and whoever starts it with signals ignored, wants it to go on.
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, self.ask_to_stop, number)
         try:
+            self._remove_ready_file()
             self._address_file.unlink(missing_ok=True)
             self._cannot_start_file.unlink(missing_ok=True)
             for child in (self._loader, self._workers, self._gateway):
@@ -122,9 +147,25 @@ class Supervisor:
             starting.cancel()
             await asyncio.wait([starting])
         finally:
-            await self._stop_all()
+            stopped_in_order = await self._stop_all()
         if self._failure is not None:
             raise self._failure
+        return None if stopped_in_order else self._last_signal
+
+    def _remove_ready_file(self) -> None:
+        """Whoever waits for it must not read the addresses of a service that is gone."""
+        path = self._options.ready_file
+        if path is None:
+            return
+        try:
+            path.unlink(missing_ok=True)
+            # Else it would fail when all has started.
+            with tempfile.TemporaryFile(dir=path.parent):
+                return
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"--ready-file is {path}, which cannot be written: {error.strerror}", reason="BAD_READY_FILE"
+            ) from None
 
     async def _until_stopped(self, starting: asyncio.Task[None]) -> None:
         stop = asyncio.create_task(self._stop.wait())
@@ -145,6 +186,9 @@ class Supervisor:
                 await self._read_addresses()
                 async with make_channel(self.address) as channel:
                     await self._until_serving(channel)
+                    # Without it every load fails later on, and one that can never start would go unseen.
+                    async with make_channel(self._options.loader_address) as loader:
+                        await self._until_serving(loader)
                     await self._load_adapters(channel)
         except TimeoutError:
             raise DeadlineExceededError(
@@ -172,7 +216,7 @@ class Supervisor:
                 if response.status == health_pb2.HealthCheckResponse.SERVING:
                     return
             except grpc.aio.AioRpcError:
-                log.debug("the gateway does not answer yet")
+                log.debug("no answer yet")
             await asyncio.sleep(POLL_SECONDS)
 
     def _look_at_workers(self) -> None:
@@ -180,7 +224,7 @@ class Supervisor:
         failure to report, and at once if a worker said that it can never start."""
         if self._cannot_start_file.exists():
             why = json.loads(self._cannot_start_file.read_text())
-            self._failure = FailedPreconditionError(why["message"], reason=why["reason"])
+            self._failure = error_class_for(grpc.StatusCode[why["code"]])(why["message"], reason=why["reason"])
             self._stop.set()
             return
         now = asyncio.get_running_loop().time()
@@ -215,19 +259,24 @@ class Supervisor:
             }
         )
 
-    async def _stop_all(self) -> None:
-        """Gateway first, which drains; then the workers it used; then the loader."""
+    async def _stop_all(self) -> bool:
+        """Gateway first, which drains; then the workers it used; then the loader. False: they were killed instead."""
         log.info("stopping")
+        if self._options.ready_file is not None:
+            with suppress(OSError):
+                self._options.ready_file.unlink()
         stopping = asyncio.create_task(self._stop_in_order())
         now = asyncio.create_task(self._stop_now.wait())
         await asyncio.wait({stopping, now}, return_when=asyncio.FIRST_COMPLETED)
-        if not stopping.done():
+        in_order = stopping.done()
+        if not in_order:
             stopping.cancel()
             await asyncio.wait([stopping])
             for child in (self._gateway, self._workers, self._loader):
                 await child.stop(now=True)
         now.cancel()
         log.info("stopped")
+        return in_order
 
     async def _stop_in_order(self) -> None:
         for child in (self._gateway, self._workers, self._loader):

@@ -76,7 +76,7 @@ class Service:
         self._cache_dir = Path("/dev/shm") / f"epilora-test-{uuid.uuid4().hex[:8]}"
         self.state_dir = state_dir or self._directory / "state"
         self.log_path = self._directory / "service.log"
-        self._ready_file = self._directory / "ready.json"
+        self.ready_file = self._directory / "ready.json"
         self._command = [
             *(sys.executable, "-m", "epilora.cli", "serve"),
             f"--model={model}",
@@ -86,7 +86,7 @@ class Service:
             f"--state-dir={self.state_dir}",
             f"--run-dir={self._directory / 'run'}",
             f"--cache-dir={self._cache_dir}",
-            f"--ready-file={self._ready_file}",
+            f"--ready-file={self.ready_file}",
             *(f"--adapter-root={root}" for root in adapter_roots),
             *args,
         ]
@@ -111,15 +111,15 @@ class Service:
 
     def start(self, *, wait: bool = True) -> None:
         """Starts it, again if it was stopped or killed, and waits until it is ready."""
-        self._ready_file.unlink(missing_ok=True)
+        self.ready_file.unlink(missing_ok=True)
         with open(self.log_path, "ab") as log:
             self._process = subprocess.Popen(
                 self._command, cwd=REPOSITORY, env=self._environment, stdout=log, stderr=log, start_new_session=True
             )
         if not wait:
             return
-        self.until(self._ready_file.exists, "be ready", START_SECONDS)
-        description = json.loads(self._ready_file.read_text())
+        self.until(self.ready_file.exists, "be ready", START_SECONDS)
+        description = json.loads(self.ready_file.read_text())
         self.address, self.metrics_address = description["address"], description["metrics"]
         self.pids()
 

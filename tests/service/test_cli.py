@@ -107,7 +107,8 @@ def test_serve_ends_when_a_worker_can_never_start(tmp_path: Path, models: Path) 
     failed = run("serve", f"--model={tmp_path / 'model'}", state, f"--run-dir={tmp_path / 'run'}", *ports)
     assert failed.returncode == 1, failed.stderr
     last = json.loads((tmp_path / "run" / "cannot-start.json").read_text())
-    assert last["message"] in failed.stderr.rpartition("error: FAILED_PRECONDITION")[2]
+    assert f"error: {last['code']} ({last['reason']})" in failed.stderr
+    assert last["message"] in failed.stderr.rpartition("error: ")[2]
 
 
 def test_ready_file_and_metrics(service: Service) -> None:

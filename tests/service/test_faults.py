@@ -145,5 +145,8 @@ def test_registry_survives_the_death_of_everything_and_a_stop(
     assert any("the gateway is stopping" in str(error.details()) for error in traffic.errors)
     assert {error.code() for error in traffic.errors} == {grpc.StatusCode.UNAVAILABLE}
     assert service.survivors() == []
+    # Neither of those that were killed nor of this one is anything left.
+    assert [path.name for path in (service.state_dir.parent / "run").iterdir()] == ["serve.lock"]
+    assert not service.ready_file.exists()
     registry = json.loads((service.state_dir / "registry.json").read_text())
     assert list(registry["adapters"]) == ["a", "b", "c"]

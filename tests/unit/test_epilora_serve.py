@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import typer
 
+from epilora.cli.children import children
 from epilora.cli.directories import Directories
 from epilora.cli.serve import read_settings
 from epilora.errors import FailedPreconditionError
-from tests.unit.test_epilora_cli import run
+from tests.unit.test_epilora_cli import REPOSITORY, run
 
+SECONDS = 60.0
 MODELS = Path(__file__).resolve().parents[1] / "fixtures" / "models"
 
 
@@ -70,6 +81,122 @@ def check_ownership(tmp_path: Path) -> None:
     with shares_run.owned():
         pass
     assert first.run.exists(), "it was named, so it stays"
+
+
+def test_a_named_run_directory_keeps_what_is_not_ours(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="run-") as short:
+        named = Directories.choose(state=tmp_path / "state", run=Path(short), cache=tmp_path / "cache")
+        theirs = ["worker-x.sock", "notes.json", "worker-1.sock", "torchelastic/notes/a"]
+        with named.owned():
+            for name in ("loader.sock", "worker-0.sock"):
+                with socket.socket(socket.AF_UNIX) as made:
+                    made.bind(f"{short}/{name}")
+            for name in ("addresses.json", f"torchelastic/{'0a' * 16}_x1_b/attempt_0/0/a", *theirs):
+                (named.run / name).parent.mkdir(parents=True, exist_ok=True)
+                (named.run / name).write_text("")
+        files = {str(path.relative_to(named.run)) for path in named.run.rglob("*") if not path.is_dir()}
+        assert files == {"serve.lock", *theirs}
+        assert not (named.run / "torchelastic" / f"{'0a' * 16}_x1_b").exists()
+        (named.run / "torchelastic" / "notes" / "a").unlink()
+        (named.run / "torchelastic" / "notes").rmdir()
+        with named.owned():
+            pass
+        assert not (named.run / "torchelastic").exists()
+        assert named.cache.exists()
+
+
+@contextmanager
+def starting(tmp_path: Path, *args: str, terminal: str = "") -> Iterator[subprocess.Popen[str]]:
+    """A service of which the loader listens, and which is not ready yet."""
+    command = [*("-m", "epilora.cli", "serve", f"--model={MODELS / 'qwen3moe-T'}", f"--state-dir={tmp_path / 's'}")]
+    command += [
+        "--listen=127.0.0.1:0",
+        "--metrics-listen=127.0.0.1:0",
+        f"--ready-file={tmp_path / 'ready.json'}",
+        *args,
+    ]
+    # A session's leader has the terminal that it opens as its own.
+    opens = "import os, sys; fd = os.open(sys.argv[1], os.O_RDWR); [os.dup2(fd, i) for i in range(3)]; "
+    opens += "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
+    (tmp_path / "ready.json").write_text("of a service that is gone")
+    directories = Directories.choose(state=tmp_path / "s", run=None, cache=None)
+    service = subprocess.Popen(
+        [sys.executable, *(["-c", opens, terminal] if terminal else []), *command],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + SECONDS
+        while not (directories.run / "loader.sock").exists():
+            assert service.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert not (tmp_path / "ready.json").exists()
+        yield service
+        assert not directories.run.exists()
+        assert not directories.cache.exists()
+    finally:
+        service.kill()
+        service.communicate()
+
+
+def test_a_terminal_that_closes_stops_it_in_order(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    try:
+        with starting(tmp_path, terminal=os.ttyname(theirs)) as service:
+            os.close(theirs)
+            os.close(ours)
+            # From the shell, after the kernel's.
+            service.send_signal(signal.SIGHUP)
+            assert service.wait(SECONDS) == 0
+    finally:
+        for descriptor in (ours, theirs):
+            with suppress(OSError):
+                os.close(descriptor)
+
+
+def test_a_second_signal_shows_in_the_exit_code(tmp_path: Path) -> None:
+    with starting(tmp_path) as service:
+        assert service.stderr is not None
+        (loader,) = [child for child in children(service.pid) if "loader_service" in child.cmdline()]
+        # It does not heed the first signal now, so that the stop lasts.
+        loader.suspend()
+        service.send_signal(signal.SIGTERM)
+        while "stopping" not in (line := service.stderr.readline()):
+            assert line
+        service.send_signal(signal.SIGTERM)
+        assert service.wait(SECONDS) == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    "option, reason",
+    [
+        ("--cache-dir=/proc/x", "BAD_DIRECTORY"),
+        ("--ready-file=/proc/x/r", "BAD_READY_FILE"),
+        ("--ready-file=/tmp", "BAD_READY_FILE"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_at_once(option: str, reason: str, tmp_path: Path) -> None:
+    failed = run("serve", f"--model={MODELS / 'qwen3moe-T'}", f"--state-dir={tmp_path}", option)
+    assert failed.returncode == 1
+    assert f"error: INVALID_ARGUMENT ({reason})" in failed.stderr
+    assert option.replace("=", " is ") in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.soak
+def test_serve_ends_when_the_loader_can_never_start(tmp_path: Path) -> None:
+    """The gateway would be ready without it."""
+    failed = run(
+        *("serve", f"--model={MODELS / 'qwen3moe-T'}", f"--state-dir={tmp_path}"),
+        *("--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"),
+        environment={"EPILORA_LOADER_LISTEN": "unix:/proc/x/loader.sock"},
+    )
+    assert failed.returncode == 1
+    assert "the loader process cannot start" in failed.stderr
+    assert '"event": "ready", "process": "serve"' not in failed.stderr
 
 
 @pytest.mark.parametrize(
