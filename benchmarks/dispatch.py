@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from benchmarks.dispatch_costs import layer_us
 from compute_worker.board_consensus import make_consensus
+from compute_worker.collectives import all_gather, reduce_scatter
 from compute_worker.consensus import Proposal
 from compute_worker.dispatch.all_to_all import AllToAllDispatcher
 from compute_worker.dispatch.allgather_reducescatter import AllGatherDispatcher
@@ -48,9 +49,6 @@ MEETING_CYCLES = 500_000
 """Of waiting on the device before a replay: the host has launched it all by then."""
 MAX_RELATIVE_ERROR = 2e-2
 PARTS = ("dispatch", "combine", "layer", "reference", "reference_same_ctas")
-
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,16 +98,16 @@ class Reference:
         group = self._group
         if group.device.type != "cuda":
             for received, send in zip(self._received, self._send, strict=True):
-                _all_gather(received, send, group=group.data_group)
+                all_gather(received, send, group=group.data_group)
             return
         with dist._coalescing_manager(group=group.data_group, device=group.device):  # type: ignore[attr-defined]
             for received, send in zip(self._received, self._send, strict=True):
                 # As bytes: tensors of one launch have one type.
-                _all_gather(received.view(torch.uint8), send.view(torch.uint8), group=group.data_group)
+                all_gather(received.view(torch.uint8), send.view(torch.uint8), group=group.data_group)
 
     def combine(self) -> None:
         """What arrived goes back as if computed."""
-        _reduce_scatter(self._y_TD, self._received[0], group=self._group.data_group)
+        reduce_scatter(self._y_TD, self._received[0], group=self._group.data_group)
 
     def run(self) -> None:
         """One layer."""

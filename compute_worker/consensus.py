@@ -14,11 +14,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from compute_worker.collectives import all_gather
 from compute_worker.control_log import Entry, Operation
 from epilora.errors import UnavailableError
-
-# torch 2.13 has a new name for it; 2.11 has the old one only.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 NO_LAYER = -1
 NUM_FIELDS = 11
@@ -152,7 +150,7 @@ class GlooConsensus(Consensus):
             return
         vector = torch.tensor(mine.to_vector(), dtype=torch.int64)
         try:
-            self._work = _all_gather(self._received.view(-1), vector, group=self._group, async_op=True)
+            self._work = all_gather(self._received.view(-1), vector, group=self._group, async_op=True)
         except RuntimeError as error:
             raise self._lost(error) from error
 

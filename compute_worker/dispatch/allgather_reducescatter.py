@@ -13,13 +13,10 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from compute_worker.collectives import all_gather, reduce_scatter
 from compute_worker.dispatch.base import ArrivedTokens, CombineHandle, ExtraTensors, rows_of_each_rank
 from compute_worker.dispatch.packed_rows import pack_tokens, unpack_tokens
 from compute_worker.ep_group import EPGroup
-
-# torch 2.13 has new names for these two; 2.11 has the old ones only.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 SPLIT_BYTES = 1 << 20
 """Hidden states of one rank from which on they are sent as they are: measured on two H200."""
@@ -77,10 +74,10 @@ class AllGatherDispatcher:
             with dist._coalescing_manager(group=group, device=pairs[0][0].device):  # type: ignore[attr-defined]
                 for received, send in pairs:
                     # As bytes: tensors of one launch have one type.
-                    _all_gather(received.view(torch.uint8), send.view(torch.uint8), group=group)
+                    all_gather(received.view(torch.uint8), send.view(torch.uint8), group=group)
             return
         for received, send in pairs:
-            _all_gather(received, send, group=group)
+            all_gather(received, send, group=group)
 
     def combine(self, y_ND: torch.Tensor, handle: CombineHandle) -> torch.Tensor:
         """See Dispatcher.combine."""
@@ -91,7 +88,7 @@ class AllGatherDispatcher:
         if y_ND.is_cuda:
             # NCCL adds in an order given by communicator, shape and rank alone.
             y_MD = y_ND.new_empty((max_tokens, y_ND.shape[1]))
-            _reduce_scatter(y_MD, y_ND, group=self._group.data_group)
+            reduce_scatter(y_MD, y_ND, group=self._group.data_group)
             return y_MD[: handle.num_tokens]
         parts_GMD = torch.empty_like(y_ND)
         dist.all_to_all_single(parts_GMD, y_ND, group=self._group.data_group)
