@@ -116,7 +116,7 @@ class RedisTier:
                 url,
                 socket_timeout=timeout_seconds,
                 socket_connect_timeout=timeout_seconds,
-                socket_read_size=CHUNK_BYTES,
+                protocol=2,  # what ValueStream reads
                 # Once: a connection from before a restart of Redis is no error.
                 retry=Retry(NoBackoff(), 1),
             )

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import redis
 import structlog
 import xxhash
 from google.protobuf import json_format
 
 from epilora.v1 import loader_service_pb2, types_pb2
+from loader_service.allocation import PageAllocation
 from loader_service.cache import BuiltSlices
 from loader_service.redis_tier import (
     CHUNK_BYTES,
@@ -25,12 +26,15 @@ from loader_service.redis_tier import (
     chunk_key,
     make_manifest,
 )
-from loader_service.slice_file import SliceFile
+from loader_service.redis_values import ValueStream
+from loader_service.slice_file import BLOCK_BYTES, SliceFile
 from loader_service.writer import BuildProgress
 
 log = structlog.get_logger(__name__)
 
 _CHUNKS_UNDER_WAY = 8
+_CONNECTIONS = 2
+"""Of a pull: while what came by one is written, Redis sends by the other."""
 _LEAST_BYTES_PER_SECOND = 20 << 20
 """A Redis that is slower than this is not worth waiting for: reading the adapter is faster."""
 
@@ -55,12 +59,28 @@ def pull(
         BuildCancelledError: progress was cancelled.
     """
     deadline = _Deadline(tier, manifest.size_bytes)
-    for index, (path, piece) in enumerate(zip(paths, manifest.slices, strict=True)):
-        with SliceFile(path, piece.size_bytes) as file:
-            names = [chunk_key(key, manifest.token, index, number) for number in range(len(piece.checksums))]
-            _pull_slice(tier, file, list(zip(names, piece.checksums, strict=True)), progress, deadline)
-            if file.written != piece.size_bytes or file.digest() != piece.digest:
-                raise SlicesLostError(f"the chunks of ep_rank {piece.ep_rank} make another slice")
+    pieces = list(enumerate(zip(paths, manifest.slices, strict=True)))
+    failed = threading.Event()
+
+    def pull_some(first: int) -> None:
+        try:
+            for index, (path, piece) in pieces[first::_CONNECTIONS]:
+                if failed.is_set():
+                    return
+                with SliceFile(path, piece.size_bytes) as file:
+                    names = [chunk_key(key, manifest.token, index, number) for number in range(len(piece.checksums))]
+                    _pull_slice(tier, file, list(zip(names, piece.checksums, strict=True)), progress, deadline)
+                    if file.digest() != piece.digest:
+                        raise SlicesLostError(f"the chunks of ep_rank {piece.ep_rank} make another slice")
+        except BaseException:
+            failed.set()
+            raise
+
+    with (
+        PageAllocation({path: piece.size_bytes for _, (path, piece) in pieces}),
+        ThreadPoolExecutor(_CONNECTIONS, thread_name_prefix="redis-pull") as threads,
+    ):
+        list(threads.map(pull_some, range(_CONNECTIONS)))
     return tuple(
         loader_service_pb2.Slice(
             ep_rank=piece.ep_rank,
@@ -144,31 +164,28 @@ def report_of(manifest: Manifest) -> types_pb2.AdapterLoadReport:
 def _pull_slice(
     tier: RedisTier, file: SliceFile, chunks: Sequence[tuple[str, str]], progress: BuildProgress, deadline: _Deadline
 ) -> None:
-    """Writes the chunks with these names and checksums to a file; a thread writes some while others are read."""
-    with ThreadPoolExecutor(1, thread_name_prefix="redis-pull") as writer:
-        writing: list[Future[None]] = []
-        for first in range(0, len(chunks), _CHUNKS_UNDER_WAY):
+    """Writes the chunks with these names and checksums to a file."""
+    with ValueStream(tier.client) as values:
+        for name, _ in chunks[:_CHUNKS_UNDER_WAY]:
+            values.ask(name, tier.ttl_milliseconds)
+        for index, (name, checksum) in enumerate(chunks):
             progress.check()
             deadline.check()
-            values = _get(tier, chunks[first : first + _CHUNKS_UNDER_WAY])
-            for part in writing:
-                part.result()
-            writing = [writer.submit(file.append, np.frombuffer(value, dtype=np.uint8)) for value in values]
-            progress.bytes_done += sum(map(len, values))
-        for part in writing:
-            part.result()
-
-
-def _get(tier: RedisTier, chunks: Sequence[tuple[str, str]]) -> list[bytes]:
-    """Chunks by their names, checked."""
-    pipeline = tier.client.pipeline(transaction=False)
-    for name, _ in chunks:
-        pipeline.getex(name, px=tier.ttl_milliseconds)
-    values: list[bytes | None] = pipeline.execute()
-    for (name, checksum), value in zip(chunks, values, strict=True):
-        if value is None or xxhash.xxh3_64_hexdigest(value) != checksum:
-            raise SlicesLostError(f"{name} is {'missing' if value is None else 'damaged'}")
-    return [value for value in values if value is not None]
+            size = min(CHUNK_BYTES, file.size_bytes - file.position)
+            if values.next_size() != size:
+                raise SlicesLostError(f"{name} is missing, or of another size")
+            for following, _ in chunks[index + _CHUNKS_UNDER_WAY : index + _CHUNKS_UNDER_WAY + 1]:
+                values.ask(following, tier.ttl_milliseconds)
+            digest = xxhash.xxh3_64()
+            for start in range(0, size, BLOCK_BYTES):
+                block = file.take(min(BLOCK_BYTES, size - start))
+                values.read_into(block.data)
+                digest.update(block.data)
+            values.end()
+            if digest.hexdigest() != checksum:
+                raise SlicesLostError(f"{name} is damaged")
+            progress.add(size)
+    file.finish()
 
 
 class _Deadline:

@@ -47,6 +47,11 @@ class SliceFile:
         os.close(self._fd)
 
     @property
+    def size_bytes(self) -> int:
+        """What the file will have."""
+        return self._size
+
+    @property
     def position(self) -> int:
         """Offset in the file of the next byte taken."""
         return self._taken
@@ -87,11 +92,6 @@ class SliceFile:
         assert self._written == self._size, (self._written, self._size)
         os.ftruncate(self._fd, self._size)
         return self._digest.hexdigest()
-
-    @property
-    def written(self) -> int:
-        """Bytes that `append` has written."""
-        return self._written
 
     def append(self, block: Bytes) -> None:
         """Writes a block at the end.
