@@ -3,53 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from compute_worker import generate_step
-from compute_worker.ep_group import EPGroup
 from compute_worker.generate_step import GenerateStep
 from compute_worker.kv_blocks import KVBlockPool
 from compute_worker.model_runner import ModelRunner
-from compute_worker.requests import Finish, GenerateOutput, GenerateRequest, OutputQueue, Sequence
+from compute_worker.requests import Finish, GenerateOutput, Sequence
 from compute_worker.scheduler import Scheduler
 from epilora.errors import FailedPreconditionError, ResourceExhaustedError
-from epilora.model_spec import ModelSpec
-from epilora.placement import ExpertPlacement
-from epilora.settings import WorkerSettings
 from tests.oracle import Oracle
-
-MODEL = Path(__file__).resolve().parents[1] / "fixtures" / "models" / "qwen3moe-T"
-PROMPTS = ([5, 17, 40, 3, 9, 22, 60, 1, 33], [9, 3], [21, 8, 8, 2])
-NUM_TOKENS = 5
-
-
-@pytest.fixture(scope="module")
-def runner() -> ModelRunner:
-    settings = WorkerSettings(model=MODEL, kv_cache_bytes=1 << 20, kv_block_size=4, device="cpu")
-    spec = ModelSpec.from_directory(MODEL)
-    placement = ExpertPlacement.make("linear", spec, 1)
-    return ModelRunner(settings, spec, placement, EPGroup.from_environment(settings))
-
-
-@pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    return Oracle(MODEL)
+from tests.worker_loop.tiny_rank import NUM_TOKENS, PROMPTS, new_sequence
 
 
 def _add(scheduler: Scheduler, prompt: list[int], *, limit: int = 100, stop: int = -1) -> Sequence:
-    request = GenerateRequest(
-        request_id="r",
-        token_ids=tuple(prompt),
-        max_tokens=NUM_TOKENS,
-        stop_token_ids=frozenset({stop}),
-        return_logits=True,
-        return_prompt_logits=True,
-    )
-    sequence = Sequence(request=request, outputs=OutputQueue(asyncio.get_running_loop(), limit))
+    sequence = new_sequence(prompt, stop=stop, limit=limit, return_logits=True, return_prompt_logits=True)
     scheduler.add(sequence)
     return sequence
 

@@ -5,40 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
 
 import pytest
 import torch
 
-from compute_worker.ep_group import EPGroup
 from compute_worker.expert_queue import ExpertCall, ExpertQueue
 from compute_worker.generate_step import GenerateStep
 from compute_worker.kv_blocks import KVBlockPool
 from compute_worker.model_runner import ModelRunner
-from compute_worker.requests import Finish, GenerateOutput, GenerateRequest, OutputQueue, Sequence
+from compute_worker.requests import Finish, GenerateOutput, Sequence
 from compute_worker.scheduler import Chunk, Scheduler
 from epilora.errors import EpiloraError, UnavailableError
-from epilora.model_spec import ModelSpec
-from epilora.placement import ExpertPlacement
-from epilora.settings import WorkerSettings
 from tests.oracle import Oracle
+from tests.worker_loop.tiny_rank import NUM_TOKENS, PROMPTS, new_sequence
 
-MODEL = Path(__file__).resolve().parents[1] / "fixtures" / "models" / "qwen3moe-T"
-PROMPTS = ([5, 17, 40, 3, 9, 22, 60, 1, 33], [9, 3], [21, 8, 8, 2])
-NUM_TOKENS = 5
 NUM_BLOCKS = 32
-
-
-@pytest.fixture(scope="module")
-def runner() -> ModelRunner:
-    settings = WorkerSettings(model=MODEL, kv_cache_bytes=1 << 20, kv_block_size=4, device="cpu")
-    spec = ModelSpec.from_directory(MODEL)
-    return ModelRunner(settings, spec, ExpertPlacement.make("linear", spec, 1), EPGroup.from_environment(settings))
-
-
-@pytest.fixture(scope="module")
-def oracle() -> Oracle:
-    return Oracle(MODEL)
 
 
 class World:
@@ -59,14 +40,7 @@ class World:
         self.log: list[list[tuple[int, int, int]]] = []
 
     def add(self, prompt: list[int], *, max_tokens: int = NUM_TOKENS, stop: int = -1, generation: int = 0) -> Sequence:
-        request = GenerateRequest(
-            request_id="r",
-            token_ids=tuple(prompt),
-            max_tokens=max_tokens,
-            stop_token_ids=frozenset({stop}),
-            adapter_generation=generation,
-        )
-        sequence = Sequence(request=request, outputs=OutputQueue(asyncio.get_running_loop(), 100))
+        sequence = new_sequence(prompt, stop=stop, max_tokens=max_tokens, adapter_generation=generation)
         self.scheduler.add(sequence)
         return sequence
 
