@@ -33,7 +33,14 @@ from gateway.registry import Registry
 from gateway.residency import Loader, Residency
 from gateway.restore import Restorer
 from gateway.router import Router
-from gateway.servicers import SERVICE_NAMES, AdapterServicer, ClusterServicer, ExpertServicer, GenerationServicer
+from gateway.servicers import (
+    ADAPTER_SERVICE,
+    SERVICE_NAMES,
+    AdapterServicer,
+    ClusterServicer,
+    ExpertServicer,
+    GenerationServicer,
+)
 from gateway.stopping import stopping_error
 from gateway.text import Tokenizer
 
@@ -124,7 +131,10 @@ class Gateway:
 
     async def _publish(self, serving: bool) -> None:
         assert self._server is not None
-        await self._server.set_serving(["", *SERVICE_NAMES], serving)
+        # Without its loader the gateway generates and lists, but can load nothing.
+        can_load = serving and self._loader.cache is not None
+        await self._server.set_serving(["", *(name for name in SERVICE_NAMES if name != ADAPTER_SERVICE)], serving)
+        await self._server.set_serving([ADAPTER_SERVICE], can_load)
 
     def _register(self, server: Any) -> None:
         adapters = AdapterServicer(self._lifecycle, self._table, self._keeper, self._in_flight)
@@ -157,7 +167,10 @@ class Gateway:
             _write_addresses(self._settings.address_file, self.address, self.metrics_address)
         log.info("listening", address=self.address, metrics=self.metrics_address)
         self._generator.tokenizer = await Tokenizer.load(self._settings.model)
-        self._tasks = [asyncio.create_task(self._keeper.run()), asyncio.create_task(self._loader.look_for_ever())]
+        self._tasks = [
+            asyncio.create_task(self._keeper.run()),
+            asyncio.create_task(self._loader.look_for_ever(self._keeper.wake)),
+        ]
         self.group.start()
 
     async def drain(self) -> None:

@@ -57,6 +57,10 @@ class Keeper:
         """Admits nothing more."""
         self._stopping = True
 
+    def wake(self) -> None:
+        """Has health published anew."""
+        self._wake.set()
+
     def group_changed(self) -> None:
         """To be called whenever the group's incarnation has changed."""
         if self.serving is not None and self._group.incarnation != self.serving:

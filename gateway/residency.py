@@ -65,14 +65,21 @@ class Loader:
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from error
 
-    async def look_for_ever(self) -> None:
-        """Keeps `cache` up to date."""
+    async def look_for_ever(self, on_change: Callable[[], None]) -> None:
+        """Keeps `cache` up to date.
+
+        Args:
+            on_change: called when the loader comes or goes.
+        """
         while True:
+            was_there = self.cache is not None
             try:
                 request = loader_service_pb2.GetCacheRequest()
                 self.cache = await self._stub.GetCache(request, timeout=self._settings.probe_timeout_seconds)
             except grpc.aio.AioRpcError:
                 self.cache = None
+            if was_there != (self.cache is not None):
+                on_change()
             await asyncio.sleep(self._settings.probe_interval_seconds)
 
     async def close(self) -> None:

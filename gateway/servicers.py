@@ -27,8 +27,9 @@ from gateway.lifecycle import Lifecycle
 from gateway.listing import list_adapters
 from gateway.rebalance import Rebalancer
 
+ADAPTER_SERVICE = "epilora.v1.AdapterService"
 SERVICE_NAMES = (
-    "epilora.v1.AdapterService",
+    ADAPTER_SERVICE,
     "epilora.v1.GenerationService",
     "epilora.v1.ExpertService",
     "epilora.v1.ClusterService",

@@ -11,8 +11,9 @@ import pytest
 
 from epilora.errors import AdapterFormatError, ResourceExhaustedError
 from epilora.v1 import adapter_service_pb2, types_pb2
+from gateway.servicers import ADAPTER_SERVICE, SERVICE_NAMES
 from tests.gateway.conftest import Cluster, refused
-from tests.gateway.scripted import SLICE_BYTES
+from tests.gateway.scripted import SLICE_BYTES, running_loader
 
 
 async def nothing_resident(cluster: Cluster) -> None:
@@ -231,7 +232,11 @@ async def test_lost_loader_refuses_loads_and_serving_goes_on(cluster: Cluster) -
     assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "LOADER_UNAVAILABLE")
     assert error.retry_after_seconds
     assert await cluster.client.tokens("a") == [106, 107, 108, 109]
-    await cluster.client.serving()
+    await cluster.client.serving(False, ADAPTER_SERVICE)
+    for service in {"", *SERVICE_NAMES} - {ADAPTER_SERVICE}:
+        await cluster.client.serving(True, service)
+    async with running_loader(cluster.settings.run_dir, cluster.script):
+        await cluster.client.serving(True, ADAPTER_SERVICE)
 
 
 async def test_watch_sees_every_state(cluster: Cluster) -> None:
