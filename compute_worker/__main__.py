@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
-import json
 import os
 import signal
 import sys
 import threading
 import time
 
-import grpc
 import structlog
 import torch
 
@@ -20,22 +17,21 @@ from compute_worker.ep_group import EPGroup
 from compute_worker.servicer import WorkerServicer
 from compute_worker.worker import Worker
 from epilora.errors import EpiloraError
+from epilora.last_error import WORKERS, leave_last_error
 from epilora.logs import setup_logs
 from epilora.process import name_process
 from epilora.rpc import start_server
-from epilora.settings import CANNOT_START_FILE, WorkerSettings
-from epilora.settings_errors import settings_or_exit
+from epilora.settings import WorkerSettings
+from epilora.settings_errors import EXIT_BAD_SETTINGS, settings_or_exit
 from epilora.v1 import worker_service_pb2, worker_service_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
 _SERVICE = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 _EXIT_GROUP_LOST = 70
-_EXIT_CANNOT_START = 78
 _FLUSH_SECONDS = 0.3
 _SWITCH_SECONDS = 0.0005
 """Another thread's Python holds the step thread up by so much at most each time it comes back from the device."""
-_RETRY_MAY_HELP = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED)
 
 
 def _set_threads(settings: WorkerSettings) -> None:
@@ -108,19 +104,6 @@ async def _serve(settings: WorkerSettings) -> None:
     os._exit(_EXIT_GROUP_LOST)
 
 
-def _leave_word(settings: WorkerSettings, error: EpiloraError) -> None:
-    """Tells who started the group that trying again is useless: torchelastic passes no exit code on."""
-    if error.code in _RETRY_MAY_HELP:
-        return
-    path = settings.run_dir / CANNOT_START_FILE
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    # Nobody may be there to read it, and the log line has been written.
-    with contextlib.suppress(OSError):
-        word = {"code": error.code.name, "reason": error.reason, "message": error.message}
-        temporary.write_text(json.dumps(word))
-        os.replace(temporary, path)
-
-
 def main() -> None:
     """Runs one rank until it is told to end or loses its group."""
     settings = settings_or_exit(WorkerSettings)
@@ -130,8 +113,8 @@ def main() -> None:
         asyncio.run(_serve(settings))
     except EpiloraError as error:
         log.error("cannot start", reason=error.reason, message=error.message)
-        _leave_word(settings, error)
-        sys.exit(_EXIT_CANNOT_START)
+        leave_last_error(settings.run_dir, WORKERS, error)
+        sys.exit(EXIT_BAD_SETTINGS)
 
 
 if __name__ == "__main__":

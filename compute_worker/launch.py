@@ -1,5 +1,7 @@
 """`python -m compute_worker.launch`: all ranks of a group on this host, under torchelastic, which starts them anew
-together when one of them ends.
+together when one of them ends; EPILORA_MAX_RESTARTS says how often.
+
+Exit codes: 69 if the group ended too often, 78 if a rank cannot start as it is configured; the last log line says why.
 
 Without a GPU the ranks are forks of this process, which has imported all that they need: the imports take longer than
 the rest of starting a small model, and are done once for the group, not by each rank and again at each restart. Where
@@ -15,7 +17,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from epilora.logs import setup_logs
 from epilora.process import die_with_parent
+from epilora.restarts import Restarts
 from epilora.settings import WorkerSettings
 from epilora.settings_errors import settings_or_exit
 
@@ -29,6 +33,7 @@ def main() -> None:
     if settings.num_ranks > 1:
         # As torchrun does: ranks share the cores. It counts when torch is imported; ranks set their own threads later.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    setup_logs("workers", level=settings.log_level)
     mine = str(os.getpid())
     program: Callable[[str], None] | str
     args: tuple[str, ...]
@@ -38,21 +43,24 @@ def main() -> None:
         import compute_worker.__main__  # noqa: F401  what every fork needs
 
         program, args = run_rank, (mine,)
-    from compute_worker.group_agent import GroupAgent, SignalException
+    from compute_worker.group_agent import GroupAgent, SignalException, WorkerState
 
     agent = GroupAgent(
         num_ranks=settings.num_ranks,
         program=program,
         args=args,
-        log_dir=settings.run_dir / "torchelastic",
+        run_dir=settings.run_dir,
+        restarts=Restarts(settings.max_restarts, settings.restart_window_seconds),
         stopped_seconds=settings.collective_timeout_seconds,
     )
     # What is there now is shared with the forks, as long as nobody writes to it: collections of cycles leave it alone.
     gc.freeze()
     try:
-        agent.run()
+        result = agent.run()
     except SignalException as error:
         sys.exit(_SIGNAL_EXIT + error.sigval)
+    if result.state is not WorkerState.SUCCEEDED:
+        sys.exit(agent.exit_code)
 
 
 def run_rank(launcher_pid: str) -> None:

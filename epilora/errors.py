@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import grpc
 
 ERROR_DOMAIN = "epilora.dev"
+_RETRY_MAY_HELP = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED)
 
 
 class EpiloraError(Exception):
@@ -42,6 +43,11 @@ class EpiloraError(Exception):
         self.field = field
         self.retry_after_seconds = retry_after_seconds
         self.metadata = {key: str(value) for key, value in (metadata or {}).items()}
+
+    @property
+    def retry_may_help(self) -> bool:
+        """False: the same thing would fail the same way again."""
+        return self.code in _RETRY_MAY_HELP
 
 
 class InvalidArgumentError(EpiloraError):

@@ -12,8 +12,6 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 MAX_PORT = 65535
-CANNOT_START_FILE = "cannot-start.json"
-"""In the run directory: {"code": ..., "reason": ..., "message": ...} of a worker that no further try would help."""
 
 
 class CommonSettings(BaseSettings):
@@ -41,6 +39,11 @@ class CommonSettings(BaseSettings):
     """Least severe level that is logged."""
     max_message_bytes: int = Field(default=64 << 20, ge=1 << 20)
     """Limit of one gRPC message, bytes."""
+    max_restarts: int = Field(default=5, ge=0)
+    """How often epilora serve starts the loader, the gateway or the group of ranks again within
+    restart_window_seconds; if one of them ends once more, the service ends with that process's last error."""
+    restart_window_seconds: float = Field(default=60.0, gt=0)
+    """See max_restarts. The limit is reached only if so many starts that fail take less than this together."""
 
     def worker_address_of(self, ep_rank: int) -> str:
         """Address at which one rank's worker is reached."""

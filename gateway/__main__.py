@@ -14,6 +14,7 @@ import sys
 import structlog
 
 from epilora.errors import EpiloraError
+from epilora.last_error import GATEWAY, leave_last_error
 from epilora.logs import setup_logs
 from epilora.settings import GatewaySettings
 from epilora.settings_errors import settings_or_exit
@@ -55,6 +56,7 @@ def main() -> int:
         asyncio.run(_run(settings))
     except (EpiloraError, OSError) as error:
         log.error("cannot start", why=str(error))
+        leave_last_error(settings.run_dir, GATEWAY, error)
         return EXIT_MISCONFIGURED
     return 0
 

@@ -9,6 +9,7 @@ import sys
 import structlog
 
 from epilora.errors import EpiloraError
+from epilora.last_error import LOADER, leave_last_error
 from epilora.logs import setup_logs
 from epilora.settings import LoaderSettings
 from epilora.settings_errors import settings_or_exit
@@ -36,6 +37,7 @@ def main() -> int:
         asyncio.run(_serve(settings))
     except (EpiloraError, OSError) as error:
         log.error("cannot serve", error=str(error))
+        leave_last_error(settings.run_dir, LOADER, error)
         return 1
     return 0
 

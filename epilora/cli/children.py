@@ -1,4 +1,4 @@
-"""One supervised child process: started again whenever it ends, stopped within a bound."""
+"""One supervised child process: started again when it ends, within limits, and stopped within a bound."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import psutil
 import structlog
 
+from epilora.restarts import Restarts
+
 log = structlog.get_logger(__name__)
 
-FIRST_PAUSE_SECONDS = 0.2
-LONGEST_PAUSE_SECONDS = 5.0
-STEADY_SECONDS = 10.0
-"""A child that ran this long is started again at once."""
 KILLED_SECONDS = 5.0
+EXIT_NOT_STARTED = 71
+"""sysexits.h's EX_OSERR, in place of an exit code: the system had no process or memory for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,18 +39,28 @@ class Child:
     """Keeps one process running.
 
     Args:
-        environment: read at every start, since some of it is known only after the first.
-        on_exit: called with this child after each end that was not asked for.
+        prepare: called before every start; the environment, some of which is known only after the first.
+        restarts: how often it may be started again.
+        is_final: called after each end that was not asked for; True: it would not help to start it again.
+        on_given_up: called when it is not started again.
     """
 
     def __init__(
-        self, spec: ChildSpec, environment: Callable[[], Mapping[str, str]], on_exit: Callable[[Child], None]
+        self,
+        spec: ChildSpec,
+        *,
+        prepare: Callable[[], Mapping[str, str]],
+        restarts: Restarts,
+        is_final: Callable[[Child], bool],
+        on_given_up: Callable[[Child], None],
     ) -> None:
         self.spec = spec
-        self.num_exits = 0
-        self.exit_code: int | None = None
-        self._environment = environment
-        self._on_exit = on_exit
+        self.restarts = restarts
+        self.exit_code = 0
+        """How it ended last; -N: by signal N."""
+        self._prepare = prepare
+        self._is_final = is_final
+        self._on_given_up = on_given_up
         self._process: asyncio.subprocess.Process | None = None
         self._keeping: asyncio.Task[None] | None = None
 
@@ -65,24 +75,32 @@ class Child:
         self._keeping = asyncio.create_task(self._keep())
 
     async def _keep(self) -> None:
-        pause = FIRST_PAUSE_SECONDS
         loop = asyncio.get_running_loop()
         while True:
             started = loop.time()
+            self.exit_code = await self._run()
+            pause = None if self._is_final(self) else self.restarts.next_pause(started=started, now=loop.time())
+            if pause is None:
+                log.error("process ended, not starting it again", child=self.spec.name, exit_code=self.exit_code)
+                self._on_given_up(self)
+                return
+            log.error("process ended, starting it again", child=self.spec.name, exit_code=self.exit_code, pause=pause)
+            await asyncio.sleep(pause)
+
+    async def _run(self) -> int:
+        """Starts it and waits for its end; its exit code."""
+        try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", "epilora.process", str(os.getpid()), self.spec.module, *self.spec.args),
-                env=dict(self._environment()),
+                env=dict(self._prepare()),
                 # Its own session: Ctrl-C in the terminal must reach the supervisor only, which stops all in order.
                 start_new_session=True,
             )
-            self.exit_code = await self._process.wait()
-            self.num_exits += 1
-            pause = FIRST_PAUSE_SECONDS if loop.time() - started > STEADY_SECONDS else pause
-            log.error("process ended, starting it again", child=self.spec.name, exit_code=self.exit_code, pause=pause)
-            self._on_exit(self)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        except OSError as error:
+            log.error("no process can be started", child=self.spec.name, error=str(error))
+            return EXIT_NOT_STARTED
+        return await self._process.wait()
 
     async def stop(self, *, now: bool = False) -> None:
         """Asks it to stop, then kills it if it does not in time, and whatever it leaves behind."""
@@ -102,14 +120,6 @@ class Child:
             process.kill()
             await process.wait()
         _kill(family)
-
-
-def children(pid: int) -> list[psutil.Process]:
-    """The processes that a process started itself."""
-    try:
-        return psutil.Process(pid).children()
-    except psutil.NoSuchProcess:
-        return []
 
 
 def descendants(pid: int) -> list[psutil.Process]:

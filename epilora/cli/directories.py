@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from epilora.errors import FailedPreconditionError, InvalidArgumentError
+from epilora.last_error import GATEWAY, LOADER, WORKERS, path_of_last_error
 
 MAX_SOCKET_PATH_BYTES = 107
 ADDRESS_FILE = "addresses.json"
 """In the run directory: where the gateway listens."""
+_FILES = (ADDRESS_FILE, *(path_of_last_error(Path(), process).name for process in (LOADER, WORKERS, GATEWAY)))
 _SHARED_MEMORY = Path("/dev/shm")
 _SOCKET = re.compile(r"loader\.sock|worker-\d+\.sock")
 _LOGS_OF_A_START = re.compile(r"[0-9a-f]{32}_\w+")
@@ -80,7 +82,7 @@ class Directories:
 def _clean_run(directory: Path) -> None:
     """Removes from a run directory that somebody named what the processes made in it, and nothing else."""
     for path in directory.iterdir():
-        if path.name == ADDRESS_FILE or (_SOCKET.fullmatch(path.name) and path.is_socket()):
+        if path.name in _FILES or (_SOCKET.fullmatch(path.name) and path.is_socket()):
             path.unlink(missing_ok=True)
     logs = directory / "torchelastic"
     if not logs.is_dir():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import grpc
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -11,7 +10,6 @@ from epilora.errors import EpiloraError
 
 EXIT_REFUSED = 1
 EXIT_UNAVAILABLE = 3
-_RETRY_MAY_HELP = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.ABORTED)
 
 console = Console()
 error_console = Console(stderr=True)
@@ -31,7 +29,7 @@ def print_error(code: str, reason: str, message: str) -> None:
 def fail(error: EpiloraError) -> typer.Exit:
     """Prints an error and gives the exit to raise."""
     print_error(error.code.name, error.reason, error.message)
-    return typer.Exit(EXIT_UNAVAILABLE if error.code in _RETRY_MAY_HELP else EXIT_REFUSED)
+    return typer.Exit(EXIT_UNAVAILABLE if error.retry_may_help else EXIT_REFUSED)
 
 
 def format_bytes(count: int) -> str:

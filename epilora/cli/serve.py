@@ -88,10 +88,11 @@ def serve(
 
     A setting is what its option says, else its EPILORA_* variable (EPILORA_NUM_RANKS for --ranks), else
     the default; some have no option. SIGTERM, SIGHUP or Ctrl-C stops everything in order; a second
-    SIGTERM or Ctrl-C kills everything at once.
+    SIGTERM or Ctrl-C kills everything at once. A process that ends is started again, EPILORA_MAX_RESTARTS
+    times within EPILORA_RESTART_WINDOW_SECONDS; then the service stops with its last error.
 
     Exit codes: 0 after a stop in order; 128 + the signal's number if a second one cut that short; 1 or 3 if it
-    could not start; 2 if an option is wrong, 78 if a variable is.
+    could not start, or a process of it not any more; 2 if an option is wrong, 78 if a variable is.
     """
     adapters = _parse_adapters(adapter or [])
     options = {
@@ -140,6 +141,8 @@ def serve(
             environment={f"EPILORA_{name.upper()}": str(value) for name, value in {**given, **resolved}.items()},
             drain_timeout_seconds=gateway.drain_timeout_seconds,
             start_timeout_seconds=start_timeout,
+            max_restarts=worker.max_restarts,
+            restart_window_seconds=worker.restart_window_seconds,
             ready_file=ready_file,
         )
         with directories.owned():

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -17,17 +18,17 @@ import grpc.aio
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from epilora.cli.children import Child, ChildSpec, children
+from epilora.cli.children import Child, ChildSpec
 from epilora.cli.directories import ADDRESS_FILE
 from epilora.errors import (
     DeadlineExceededError,
     EpiloraError,
     FailedPreconditionError,
     InvalidArgumentError,
-    error_class_for,
 )
+from epilora.last_error import GATEWAY, LOADER, WORKERS, forget_last_error, read_last_error
+from epilora.restarts import EXIT_GAVE_UP, Restarts, ending_of
 from epilora.rpc import error_from, make_channel
-from epilora.settings import CANNOT_START_FILE
 from epilora.settings_errors import EXIT_BAD_SETTINGS
 from epilora.v1 import adapter_service_pb2, adapter_service_pb2_grpc, types_pb2
 
@@ -35,9 +36,7 @@ log = structlog.get_logger(__name__)
 
 FINAL_EXITS = (2, EXIT_BAD_SETTINGS)
 """Exit codes of a process that could not start as it is configured."""
-MAX_EXITS_AT_START = 5
 POLL_SECONDS = 0.1
-COUNT_SECONDS = 1.0
 WORKER_STOP_SECONDS = 10.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """SIGHUP comes when the terminal closes."""
@@ -62,40 +61,52 @@ class ServeOptions:
     """EPILORA_* variables of all children."""
     drain_timeout_seconds: float
     start_timeout_seconds: float
+    max_restarts: int
+    """Of each process within restart_window_seconds."""
+    restart_window_seconds: float
     ready_file: Path | None = None
 
 
 class Supervisor:
-    """Starts everything in order, keeps it running, stops everything in order."""
+    """Starts everything in order, keeps it running, stops everything in order.
+
+    What ends is started again, within the limits of `Restarts`; past them the service ends.
+    """
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
         self._address_file = options.run_dir / ADDRESS_FILE
-        self._cannot_start_file = options.run_dir / CANNOT_START_FILE
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._last_signal = signal.SIGTERM
         self._failure: EpiloraError | None = None
         self._ready = False
-        self._worker_pids: set[int] = set()
-        self._counted = 0.0
         self.address = ""
         self.metrics_address = ""
-        loader = ChildSpec(name="loader", module="loader_service", stop_seconds=LOADER_STOP_SECONDS)
+        loader = ChildSpec(name=LOADER, module="loader_service", stop_seconds=LOADER_STOP_SECONDS)
         workers = ChildSpec(
-            name="workers",
+            name=WORKERS,
             module="compute_worker.launch",
             # Workers hold nothing that a stop could save, and are idle once the gateway has drained. They end with it.
             stop_signal=signal.SIGKILL,
             stop_seconds=WORKER_STOP_SECONDS,
         )
         stop_seconds = options.drain_timeout_seconds + GATEWAY_STOP_MARGIN_SECONDS
-        gateway = ChildSpec(name="gateway", module="gateway", stop_seconds=stop_seconds)
+        gateway = ChildSpec(name=GATEWAY, module="gateway", stop_seconds=stop_seconds)
         self._loader, self._workers, self._gateway = (
-            Child(spec, self._environment, self._exited) for spec in (loader, workers, gateway)
+            Child(
+                spec,
+                prepare=partial(self._prepare, spec.name),
+                restarts=Restarts(options.max_restarts, options.restart_window_seconds),
+                is_final=self._is_final,
+                on_given_up=self._given_up,
+            )
+            for spec in (loader, workers, gateway)
         )
 
-    def _environment(self) -> dict[str, str]:
+    def _prepare(self, name: str) -> dict[str, str]:
+        """Before each start of a process; its environment."""
+        forget_last_error(self._options.run_dir, name)
         environment = {**os.environ, **self._options.environment, "PYTHONUNBUFFERED": "1"}
         environment["EPILORA_LISTEN"] = self.address or self._options.listen
         if self.metrics_address:
@@ -104,15 +115,27 @@ class Supervisor:
         environment.setdefault("TOKENIZERS_PARALLELISM", "false")
         return environment
 
-    def _exited(self, child: Child) -> None:
-        if self._ready:
-            return
-        if child.exit_code in FINAL_EXITS or child.num_exits >= MAX_EXITS_AT_START:
-            self._fail(f"the {child.spec.name} process cannot start (exit code {child.exit_code})")
+    def _is_final(self, child: Child) -> bool:
+        # What was right once may be right again: a device that is still busy, a directory that is not mounted yet.
+        return child.exit_code == EXIT_GAVE_UP or (not self._ready and child.exit_code in FINAL_EXITS)
 
-    def _fail(self, message: str) -> None:
-        self._failure = FailedPreconditionError(f"{message}; its log lines above say why", reason="CANNOT_START")
+    def _given_up(self, child: Child) -> None:
+        self._failure = self._why_given_up(child)
         self._stop.set()
+
+    def _why_given_up(self, child: Child) -> EpiloraError:
+        name, last = child.spec.name, read_last_error(self._options.run_dir, child.spec.name)
+        if not self._ready and child.exit_code in FINAL_EXITS:
+            if last is not None:
+                return last
+            why = f"the {name} process cannot start"
+        else:
+            why = f"the {name} process cannot be kept running: {child.restarts.spent()}"
+        ended = last.message if last is not None else f"{ending_of(child.exit_code)}; its log lines above say why"
+        return FailedPreconditionError(
+            f"{why}. Its last error: {ended}. Mend that and start the service again; its adapters come back",
+            reason="CANNOT_START",
+        )
 
     def ask_to_stop(self, number: signal.Signals) -> None:
         """First call: stop in order. Second call: kill everything now."""
@@ -139,7 +162,6 @@ class Supervisor:
         try:
             self._remove_ready_file()
             self._address_file.unlink(missing_ok=True)
-            self._cannot_start_file.unlink(missing_ok=True)
             for child in (self._loader, self._workers, self._gateway):
                 child.start()
             starting = asyncio.create_task(self._start())
@@ -202,7 +224,6 @@ class Supervisor:
 
     async def _read_addresses(self) -> None:
         while not self._address_file.exists():
-            self._look_at_workers()
             await asyncio.sleep(POLL_SECONDS)
         addresses = json.loads(self._address_file.read_text())
         self.address, self.metrics_address = addresses["listen"], addresses["metrics"]
@@ -210,7 +231,6 @@ class Supervisor:
     async def _until_serving(self, channel: grpc.aio.Channel) -> None:
         stub = health_pb2_grpc.HealthStub(channel)
         while True:
-            self._look_at_workers()
             try:
                 response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=2.0)
                 if response.status == health_pb2.HealthCheckResponse.SERVING:
@@ -218,22 +238,6 @@ class Supervisor:
             except grpc.aio.AioRpcError:
                 log.debug("no answer yet")
             await asyncio.sleep(POLL_SECONDS)
-
-    def _look_at_workers(self) -> None:
-        """torchelastic starts failing workers again for ever, and hides their exit codes; at the first start that is a
-        failure to report, and at once if a worker said that it can never start."""
-        if self._cannot_start_file.exists():
-            why = json.loads(self._cannot_start_file.read_text())
-            self._failure = error_class_for(grpc.StatusCode[why["code"]])(why["message"], reason=why["reason"])
-            self._stop.set()
-            return
-        now = asyncio.get_running_loop().time()
-        if self._workers.pid and now - self._counted > COUNT_SECONDS:
-            self._counted = now
-            # Not their own children: a worker that compiles kernels has many, one after another.
-            self._worker_pids |= {process.pid for process in children(self._workers.pid)}
-        if len(self._worker_pids) > MAX_EXITS_AT_START * self._options.num_ranks:
-            self._fail("the worker processes end again and again")
 
     async def _load_adapters(self, channel: grpc.aio.Channel) -> None:
         stub = adapter_service_pb2_grpc.AdapterServiceStub(channel)

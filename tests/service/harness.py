@@ -73,7 +73,7 @@ class Service:
     ) -> None:
         # Short, since paths of Unix sockets are limited.
         self._directory = Path(tempfile.mkdtemp(prefix="epl-"))
-        self._cache_dir = Path("/dev/shm") / f"epilora-test-{uuid.uuid4().hex[:8]}"
+        self.cache_dir = Path("/dev/shm") / f"epilora-test-{uuid.uuid4().hex[:8]}"
         self.state_dir = state_dir or self._directory / "state"
         self.log_path = self._directory / "service.log"
         self.ready_file = self._directory / "ready.json"
@@ -85,7 +85,7 @@ class Service:
             "--metrics-listen=127.0.0.1:0",
             f"--state-dir={self.state_dir}",
             f"--run-dir={self._directory / 'run'}",
-            f"--cache-dir={self._cache_dir}",
+            f"--cache-dir={self.cache_dir}",
             f"--ready-file={self.ready_file}",
             *(f"--adapter-root={root}" for root in adapter_roots),
             *args,
@@ -187,6 +187,11 @@ class Service:
         assert self._process is not None
         self.pids()
         self._process.terminate()
+        return self.wait()
+
+    def wait(self) -> int:
+        """The exit code of a service that stops."""
+        assert self._process is not None
         try:
             code = self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -220,7 +225,7 @@ class Service:
         for process in self.survivors():
             process.kill()
         psutil.wait_procs(list(self._seen.values()), timeout=10)
-        shutil.rmtree(self._cache_dir, ignore_errors=True)
+        shutil.rmtree(self.cache_dir, ignore_errors=True)
         shutil.rmtree(self._directory, ignore_errors=True)
 
     @property

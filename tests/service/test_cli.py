@@ -106,9 +106,9 @@ def test_serve_ends_when_a_worker_can_never_start(tmp_path: Path, models: Path) 
     ports = ("--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0")
     failed = run("serve", f"--model={tmp_path / 'model'}", state, f"--run-dir={tmp_path / 'run'}", *ports)
     assert failed.returncode == 1, failed.stderr
-    last = json.loads((tmp_path / "run" / "cannot-start.json").read_text())
-    assert f"error: {last['code']} ({last['reason']})" in failed.stderr
-    assert last["message"] in failed.stderr.rpartition("error: ")[2]
+    assert "error: NOT_FOUND (WEIGHTS_NOT_FOUND)" in failed.stderr
+    assert "model.safetensors does not exist" in failed.stderr.rpartition("error: ")[2]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["serve.lock"]
 
 
 def test_ready_file_and_metrics(service: Service) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -150,3 +151,56 @@ def test_registry_survives_the_death_of_everything_and_a_stop(
     assert not service.ready_file.exists()
     registry = json.loads((service.state_dir / "registry.json").read_text())
     assert list(registry["adapters"]) == ["a", "b", "c"]
+
+
+ADAPTER_SERVICE = "epilora.v1.AdapterService"
+
+
+def test_a_loader_that_cannot_start_any_more_ends_the_service(
+    start_service: Callable[..., Service], models: Path, adapters: Path
+) -> None:
+    service = start_service(models / "qwen3moe-T")
+    service.load("a", adapters / PER_EXPERT)
+    before = service.tokens(PROMPT, "a")
+    shutil.rmtree(service.cache_dir)
+    service.cache_dir.write_text("no directory any more")
+    service.kill(*service.pids()["loader"])
+    # Until then the service does what it can, and says what it cannot.
+    service.until_health("NOT_SERVING", NOTICED_SECONDS, ADAPTER_SERVICE)
+    assert service.health() == "SERVING"
+    assert service.tokens(PROMPT, "a") == before
+    assert service.wait() == 1
+    assert service.survivors() == []
+    message = service.log_tail().rpartition("\nerror: ")[2]
+    assert "FAILED_PRECONDITION (CANNOT_START)" in message
+    assert "the loader process cannot be kept running" in message
+    assert "started again 5 times within 60 s" in message
+    assert f"Its last error: [Errno 17] File exists: '{service.cache_dir}'" in message
+    assert "start the service again" in message
+    service.cache_dir.unlink()
+    service.start()
+    assert service.tokens(PROMPT, "a") == before
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_ranks_that_cannot_start_any_more_end_the_service(
+    start_service: Callable[..., Service], models: Path, tmp_path: Path, has_weights: bool
+) -> None:
+    """Some say that they cannot, which is tried again like the end of any process; others are killed whenever."""
+    model = shutil.copytree(models / "qwen3moe-T", tmp_path / "model")
+    service = start_service(model, ranks=2, environment={"EPILORA_MAX_RESTARTS": "1"})
+    first = service.worker_pid(1)
+    if not has_weights:
+        for path in model.glob("*.safetensors*"):
+            path.unlink()
+    service.kill(first)
+    service.until_health("NOT_SERVING", NOTICED_SECONDS)
+    if has_weights:
+        service.until_health("SERVING", RESTORED_SECONDS)
+        service.kill(service.worker_pid(0))
+    assert service.wait() == 1
+    assert service.survivors() == []
+    message = service.log_tail().rpartition("\nerror: ")[2]
+    assert "the workers process cannot be kept running" in message
+    assert ("rank 0 ended with SIGKILL" if has_weights else "model.safetensors does not exist") in message

@@ -94,6 +94,8 @@ def _start(
     start_service: Callable[..., Service], models: Path, ranks: int, timeout_seconds: float, consensus: str = "auto"
 ) -> Service:
     environment = {"EPILORA_COLLECTIVE_TIMEOUT_SECONDS": str(timeout_seconds), "EPILORA_CONSENSUS": consensus}
+    # More are lost than a service that is left alone would put up with.
+    environment["EPILORA_MAX_RESTARTS"] = "1000"
     return start_service(models / "qwen3moe-T", ranks=ranks, environment=environment)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from epilora.cli.children import children
+from epilora.cli.children import descendants
 from epilora.cli.directories import Directories
 from epilora.cli.serve import read_settings
 from epilora.errors import FailedPreconditionError
@@ -91,7 +91,8 @@ def test_a_named_run_directory_keeps_what_is_not_ours(tmp_path: Path) -> None:
             for name in ("loader.sock", "worker-0.sock"):
                 with socket.socket(socket.AF_UNIX) as made:
                     made.bind(f"{short}/{name}")
-            for name in ("addresses.json", f"torchelastic/{'0a' * 16}_x1_b/attempt_0/0/a", *theirs):
+            ours = ["addresses.json", "loader-error.json", f"torchelastic/{'0a' * 16}_x1_b/attempt_0/0/a"]
+            for name in (*ours, *theirs):
                 (named.run / name).parent.mkdir(parents=True, exist_ok=True)
                 (named.run / name).write_text("")
         files = {str(path.relative_to(named.run)) for path in named.run.rglob("*") if not path.is_dir()}
@@ -160,7 +161,7 @@ def test_a_terminal_that_closes_stops_it_in_order(tmp_path: Path) -> None:
 def test_a_second_signal_shows_in_the_exit_code(tmp_path: Path) -> None:
     with starting(tmp_path) as service:
         assert service.stderr is not None
-        (loader,) = [child for child in children(service.pid) if "loader_service" in child.cmdline()]
+        (loader,) = [child for child in descendants(service.pid) if "loader_service" in child.cmdline()]
         # It does not heed the first signal now, so that the stop lasts.
         loader.suspend()
         service.send_signal(signal.SIGTERM)
@@ -195,7 +196,7 @@ def test_serve_ends_when_the_loader_can_never_start(tmp_path: Path) -> None:
         environment={"EPILORA_LOADER_LISTEN": "unix:/proc/x/loader.sock"},
     )
     assert failed.returncode == 1
-    assert "the loader process cannot start" in failed.stderr
+    assert "the loader process cannot be kept running" in failed.stderr
     assert '"event": "ready", "process": "serve"' not in failed.stderr
 
 
