@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from epilora.adapters.normal_form import AdapterTarget, LoraPair, NormalForm, Region
+from epilora.adapters.open_adapter import reading
 from epilora.adapters.peft_config import parse_peft_config
 from epilora.adapters.resolve import resolve_adapter
 from epilora.adapters.safetensors_header import parse_header, read_header_bytes
@@ -178,19 +179,22 @@ def read_adapter(directory: Path, model: ModelSpec, *, max_lora_rank: int) -> No
 
     Raises:
         NotFoundError: a file is missing.
-        AdapterFormatError: the loader would refuse the adapter.
+        AdapterFormatError: the loader would refuse the adapter, or a file cannot be read.
     """
     config, weights = directory / "adapter_config.json", directory / "adapter_model.safetensors"
     for file in (config, weights):
-        if not file.is_file():
+        if not os.path.isfile(file):
             raise NotFoundError(
                 f"{file} does not exist; expected an adapter that PEFT saved", reason="SOURCE_NOT_FOUND"
             )
-    with weights.open("rb") as stream:
+    with reading(config):
+        config_bytes = config.read_bytes()
+    with reading(weights), weights.open("rb") as stream:
         header_bytes = read_header_bytes(stream.fileno(), where=str(weights), max_header_bytes=_MAX_HEADER_BYTES)
-    header = parse_header(header_bytes, file_bytes=os.path.getsize(weights), where=str(weights))
+        file_bytes = os.fstat(stream.fileno()).st_size
+    header = parse_header(header_bytes, file_bytes=file_bytes, where=str(weights))
     target = AdapterTarget.make(_family_of(model), model.moe_layers, model.dense_modules)
-    return resolve_adapter(header, parse_peft_config(config.read_bytes()), target, max_lora_rank=max_lora_rank)
+    return resolve_adapter(header, parse_peft_config(config_bytes), target, max_lora_rank=max_lora_rank)
 
 
 def _family_of(model: ModelSpec) -> ModelFamily:

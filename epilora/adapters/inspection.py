@@ -14,7 +14,7 @@ from epilora.adapters.extras import check_extras
 from epilora.adapters.keys import Pair, pair_tensors
 from epilora.adapters.layout_hints import NO_HINTS, LayoutHints
 from epilora.adapters.normal_form import NormalForm
-from epilora.adapters.open_adapter import OpenAdapter
+from epilora.adapters.open_adapter import OpenAdapter, reading
 from epilora.adapters.slice_plan import SliceSpec, plan_slices
 from epilora.adapters.values import check_values
 from epilora.errors import EpiloraError
@@ -173,7 +173,8 @@ def inspect_adapter(
             form = adapter.resolve(model, allow_partial=allow_partial, hints=hints, paired=paired)
             _look_at_form(form, model, ExpertPlacement.make(placement, model, num_ranks), found)
         if verify:
-            found.warnings = (*found.warnings, *check_values(adapter, form))
+            with reading(adapter.path):
+                found.warnings = (*found.warnings, *check_values(adapter, form))
             found.values_read = True
     except EpiloraError as error:
         if error.reason in ("BAD_PLACEMENT", "PLACEMENT_NOT_FOUND"):

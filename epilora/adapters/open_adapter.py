@@ -62,12 +62,27 @@ class OpenAdapter:
 
 
 @contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Makes an AdapterFormatError, reason SOURCE_UNREADABLE, of an error of the system while an adapter is read.
+
+    Args:
+        path: of the adapter; named where the system does not say which file it was.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise AdapterFormatError(
+            f"{error.filename or path} cannot be read: {error.strerror}", reason="SOURCE_UNREADABLE"
+        ) from error
+
+
+@contextmanager
 def open_adapter(path: Path) -> Iterator[OpenAdapter]:
     """Opens a directory and reads the headers in it.
 
     Raises:
         NotFoundError: no such directory.
-        AdapterFormatError: no adapter_config.json, or weights that cannot be read.
+        AdapterFormatError: no adapter_config.json, or files that cannot be read.
     """
     # Path.is_dir raises for a name that is too long, and for directories on the way that are closed to us.
     if not os.path.isdir(path):
@@ -75,11 +90,13 @@ def open_adapter(path: Path) -> Iterator[OpenAdapter]:
     config = path / CONFIG_NAME
     if not os.path.isfile(config):
         raise AdapterFormatError(f"{path} has no {CONFIG_NAME}", reason="NO_ADAPTER_CONFIG")
-    with config.open("rb") as stream:
+    with reading(config), config.open("rb") as stream:
         content = stream.read(MAX_CONFIG_BYTES + 1)
     if len(content) > MAX_CONFIG_BYTES:
         raise AdapterFormatError(f"{config} has more than {MAX_CONFIG_BYTES} bytes", reason="BAD_ADAPTER_CONFIG")
-    with AdapterWeights.open(path, _open_file, max_header_bytes=_MAX_HEADER_BYTES) as weights:
+    with reading(path):
+        weights = AdapterWeights.open(path, _open_file, max_header_bytes=_MAX_HEADER_BYTES)
+    with weights:
         yield OpenAdapter(path=path, config_bytes=content, weights=weights, header=weights.tensors())
 
 

@@ -25,12 +25,21 @@ _NEVER_REACHED = ("failed to connect", "errors resolving", "dns resolution faile
 
 @contextmanager
 def connected(address: str, service: str = "gateway") -> Iterator[grpc.Channel]:
-    """A channel to the gateway, or to another service; errors of the calls made with it end the command."""
+    """A channel to the gateway, or to another service; errors meanwhile, of its calls above all, end the command."""
+    try:
+        with channel_to(address, service) as channel:
+            yield channel
+    except EpiloraError as error:
+        raise fail(error) from None
+
+
+@contextmanager
+def channel_to(address: str, service: str = "gateway") -> Iterator[grpc.Channel]:
+    """A channel whose calls end with an EpiloraError if they fail, and the command if Ctrl-C is pressed meanwhile."""
     if not address.strip():
-        error = InvalidArgumentError(
+        raise InvalidArgumentError(
             f"the address of the {service} is {address!r}, expected HOST:PORT or unix:PATH", reason="BAD_ADDRESS"
         )
-        raise fail(error)
     options = [
         ("grpc.max_receive_message_length", DEFAULT_MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", DEFAULT_MAX_MESSAGE_BYTES),
@@ -39,7 +48,7 @@ def connected(address: str, service: str = "gateway") -> Iterator[grpc.Channel]:
         try:
             yield channel
         except grpc.RpcError as error:
-            raise fail(rpc_error(error, address, service)) from None
+            raise rpc_error(error, address, service) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 

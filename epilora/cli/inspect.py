@@ -48,7 +48,10 @@ def inspect(
     verify: Annotated[bool, typer.Option(help="Read all values, too: NaN, infinities, zeros.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ) -> None:
-    """Shows what is in an adapter, and whether it would be served; exit code 1: it would not. Reads headers only."""
+    """Shows what is in an adapter, and whether it would be served; exit code 1: it would not. Reads headers only.
+
+    With --json an error is an object, too: {"path": ..., "error": {"code": ..., "reason": ..., "message": ...}}.
+    """
     try:
         spec = None if model is None else read_model(model)
         hints = LayoutHints(
@@ -65,7 +68,7 @@ def inspect(
                 verify=verify,
             )
     except EpiloraError as error:
-        raise fail(error) from None
+        raise fail(error, as_json=as_json, adapter=adapter) from None
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=2))
     else:

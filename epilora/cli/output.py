@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -26,9 +29,19 @@ def print_error(code: str, reason: str, message: str) -> None:
     error_console.print(plain(f"  {message}"), soft_wrap=True)
 
 
-def fail(error: EpiloraError) -> typer.Exit:
-    """Prints an error and gives the exit to raise."""
-    print_error(error.code.name, error.reason, error.message)
+def fail(error: EpiloraError, *, as_json: bool = False, adapter: Path | None = None) -> typer.Exit:
+    """Prints an error and gives the exit to raise.
+
+    Args:
+        error: what went wrong.
+        as_json: as one JSON object on stdout, in place of the block on stderr.
+        adapter: the adapter that could not be looked at, for the JSON object; None: it was something else.
+    """
+    if as_json:
+        said = {"code": error.code.name, "reason": error.reason, "message": error.message}
+        typer.echo(json.dumps({"path": None if adapter is None else str(adapter), "error": said}, indent=2))
+    else:
+        print_error(error.code.name, error.reason, error.message)
     return typer.Exit(EXIT_UNAVAILABLE if error.retry_may_help else EXIT_REFUSED)
 
 

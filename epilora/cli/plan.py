@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from epilora.balance import balanced_placement, spread
-from epilora.cli.client import connected
+from epilora.cli.client import channel_to
 from epilora.cli.model import read_model
 from epilora.cli.output import console, fail, format_bytes
 from epilora.errors import EpiloraError, InvalidArgumentError
@@ -54,6 +54,8 @@ def plan(
     """Prints which experts and how many bytes each rank will hold. Reads headers only, starts nothing.
 
     The key/value cache comes on top: it takes what EPILORA_KV_CACHE_BYTES says, or what is free.
+
+    With --json an error is an object, too, as `epilora inspect` prints it; its path is null if no adapter is at fault.
     """
     if load_from and placement:
         raise typer.BadParameter("--load-from makes a placement; give it or --placement, not both")
@@ -62,6 +64,7 @@ def plan(
     if ranks % expert_tp:
         raise typer.BadParameter(f"--expert-tp {expert_tp} does not divide --ranks {ranks}")
     num_placed = ranks // expert_tp
+    at_fault: Path | None = None
     try:
         spec = read_model(model)
         balance = _balance(load_from, spec, num_placed, redundant) if load_from else None
@@ -75,7 +78,9 @@ def plan(
                 raise typer.BadParameter(
                     f"two adapters are named {name!r}; give one another name: --adapter NAME={path}"
                 )
+            at_fault = path
             forms[name] = read_adapter(path, spec, max_lora_rank=max_lora_rank)
+            at_fault = None
         plans = plan_memory(
             spec,
             placed,
@@ -85,7 +90,7 @@ def plan(
             expert_tp=expert_tp,
         )
     except EpiloraError as error:
-        raise fail(error) from None
+        raise fail(error, as_json=as_json, adapter=at_fault) from None
     if save:
         try:
             save.write_text(json.dumps({"layers": _tables(placed)}))
@@ -117,7 +122,7 @@ class _Balance:
 
 
 def _balance(address: str, model: ModelSpec, num_ranks: int, num_redundant: int) -> _Balance:
-    with connected(address) as channel:
+    with channel_to(address) as channel:
         stub = cluster_service_pb2_grpc.ClusterServiceStub(channel)
         counted = stub.GetExpertLoad(cluster_service_pb2.GetExpertLoadRequest(), timeout=_TIMEOUT_SECONDS)
         running = stub.GetPlacement(cluster_service_pb2.GetPlacementRequest(), timeout=_TIMEOUT_SECONDS)

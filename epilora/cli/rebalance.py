@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from epilora.cli.client import DEFAULT_ADDRESS, Address, Timeout, connected
-from epilora.cli.output import console, fail
-from epilora.errors import EpiloraError
+from epilora.cli.output import console
 from epilora.placement import ExpertPlacement
 from epilora.v1 import cluster_service_pb2, cluster_service_pb2_grpc
 
@@ -34,10 +33,7 @@ def rebalance(
         stub = cluster_service_pb2_grpc.ClusterServiceStub(channel)
         if placement:
             answer = stub.GetPlacement(cluster_service_pb2.GetPlacementRequest(), timeout=_READ_TIMEOUT_SECONDS)
-            try:
-                request.layers.extend(_like(ExpertPlacement.from_proto(answer), placement).to_proto().layers)
-            except EpiloraError as error:
-                raise fail(error) from None
+            request.layers.extend(_like(ExpertPlacement.from_proto(answer), placement).to_proto().layers)
         done = stub.Rebalance(request, timeout=timeout)
     if done.placement_id == done.previous_placement_id:
         console.print(f"placement {done.placement_id[:12]} runs already; nothing was moved")

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from epilora.adapters.checks import DEFAULT_MAX_LORA_RANK
 from epilora.adapters.convert import ConvertedLayout, convert_adapter
+from epilora.adapters.inspection import Refusal, inspect_adapter
 from epilora.adapters.open_adapter import open_adapter
 from epilora.cli.app import app
 from epilora.model_spec import ModelSpec
@@ -84,6 +85,72 @@ def test_inspect_says_why_an_adapter_would_be_refused(tmp_path: Path) -> None:
     assert _json(dora, code=1)["refused"]["reason"] == "UNSUPPORTED_ADAPTER"
     for name in ("none", "n" * 300):
         assert "does not exist" in _run("inspect", tmp_path / name, code=1)
+
+
+# Reading it is an error of the system, also for root.
+UNREADABLE = Path("/proc/self/mem")
+
+
+def _error(*arguments: object) -> dict[str, Any]:
+    """What is on stdout of a command that fails: JSON, and nothing on stderr."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert (result.exit_code, result.stderr) == (1, ""), result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.parametrize(
+    "broken, code, reason",
+    [
+        ("", "NOT_FOUND", "SOURCE_NOT_FOUND"),
+        ("adapter_config.json", "INVALID_ARGUMENT", "SOURCE_UNREADABLE"),
+        ("adapter_model.safetensors", "INVALID_ARGUMENT", "SOURCE_UNREADABLE"),
+    ],
+)
+def test_errors_are_json_if_asked(tmp_path: Path, broken: str, code: str, reason: str) -> None:
+    model = write_model(tmp_path / "model")
+    tensors, changes = tensors_of(ModelSpec.from_directory(model), "F1", 3)
+    good, adapter = write_adapter(tmp_path / "good", tensors, **changes), tmp_path / "a"
+    if broken:
+        write_adapter(adapter, tensors, **changes)
+        (adapter / broken).unlink()
+        (adapter / broken).symlink_to(UNREADABLE)
+    plan = ("plan", "--model", model, "--adapter", good, "--adapter", f"other={adapter}", "--json")
+    for command in (("inspect", adapter, "--json"), plan):
+        found = _error(*command)
+        assert set(found) == {"path", "error"}
+        assert found["path"] == str(adapter)
+        assert (found["error"]["code"], found["error"]["reason"]) == (code, reason)
+        assert str(adapter) in found["error"]["message"]
+    shown = CliRunner().invoke(app, ["inspect", str(adapter)])
+    assert (shown.exit_code, shown.stdout) == (1, "")
+    assert f"error: {code} ({reason})" in shown.stderr
+
+
+def test_errors_that_are_no_adapters_are_json_too(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    found = _error("plan", "--model", tmp_path / "none", "--json")
+    assert (found["path"], found["error"]["code"]) == (None, "NOT_FOUND")
+    found = _error("plan", "--model", model, "--load-from", " ", "--json")
+    assert (found["path"], found["error"]["reason"]) == (None, "BAD_ADDRESS")
+    away = CliRunner().invoke(app, ["plan", "--model", str(model), "--load-from", "127.0.0.1:1", "--json"])
+    assert (away.exit_code, away.stderr) == (3, "")
+    assert json.loads(away.stdout)["error"]["code"] == "UNAVAILABLE"
+
+
+def test_values_that_cannot_be_read_are_a_finding(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    tensors, changes = tensors_of(ModelSpec.from_directory(model), "F1", 3)
+    directory = os.open(tmp_path, os.O_RDONLY)
+    with open_adapter(write_adapter(tmp_path / "a", tensors, **changes)) as opened:
+        # The system reads no bytes of a directory.
+        os.dup2(directory, opened.weights.descriptors[0])
+        found = inspect_adapter(opened, verify=True)
+    os.close(directory)
+    assert found.refusal == Refusal(
+        reason="SOURCE_UNREADABLE", message=f"{tmp_path / 'a'} cannot be read: Is a directory"
+    )
+    assert not found.values_read
 
 
 def test_inspect_reads_headers_only(tmp_path: Path) -> None:
