@@ -69,7 +69,9 @@ class Directories:
             stack.enter_context(_locked(self.run, "--run-dir", "RUN_DIR_IN_USE"))
             # Only with both locks: what is removed is nobody else's. Shared memory above all would never be freed.
             stack.callback(self._remove_what_was_made)
-            _check_writable(self.cache, "--cache-dir")
+            with writing("--cache-dir", self.cache):
+                self.cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+                try_to_write(self.cache)
             yield
 
     def _remove_what_was_made(self) -> None:
@@ -95,30 +97,29 @@ def _clean_run(directory: Path) -> None:
         logs.rmdir()
 
 
-def _check_writable(directory: Path, option: str) -> None:
-    """Makes a directory, and a file in it that is gone at once."""
+@contextmanager
+def writing(option: str, path: Path, *, reason: str = "BAD_DIRECTORY") -> Iterator[None]:
+    """Makes one InvalidArgumentError of whatever keeps the block from writing where an option says."""
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            return
+        yield
     except OSError as error:
-        raise _unusable(directory, option, error) from None
+        raise InvalidArgumentError(
+            f"{option} is {path}, which cannot be written: {error.strerror}", reason=reason
+        ) from None
 
 
-def _unusable(directory: Path, option: str, error: OSError) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"{option} is {directory}, which cannot be used: {error.strerror}", reason="BAD_DIRECTORY"
-    )
+def try_to_write(directory: Path) -> None:
+    """Makes a file in a directory, which is gone at once. Raises OSError if it cannot."""
+    with tempfile.TemporaryFile(dir=directory):
+        pass
 
 
 @contextmanager
 def _locked(directory: Path, option: str, reason: str) -> Iterator[None]:
     """A lock that ends with this process, so that a second service fails at once and clearly."""
-    try:
+    with writing(option, directory):
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(directory / "serve.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise _unusable(directory, option, error) from None
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

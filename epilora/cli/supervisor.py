@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,12 +18,11 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from epilora.cli.children import Child, ChildSpec
-from epilora.cli.directories import ADDRESS_FILE
+from epilora.cli.directories import ADDRESS_FILE, try_to_write, writing
 from epilora.errors import (
     DeadlineExceededError,
     EpiloraError,
     FailedPreconditionError,
-    InvalidArgumentError,
 )
 from epilora.last_error import GATEWAY, LOADER, WORKERS, forget_last_error, read_last_error
 from epilora.restarts import EXIT_GAVE_UP, Restarts, ending_of
@@ -179,15 +177,10 @@ class Supervisor:
         path = self._options.ready_file
         if path is None:
             return
-        try:
+        with writing("--ready-file", path, reason="BAD_READY_FILE"):
             path.unlink(missing_ok=True)
             # Else it would fail when all has started.
-            with tempfile.TemporaryFile(dir=path.parent):
-                return
-        except OSError as error:
-            raise InvalidArgumentError(
-                f"--ready-file is {path}, which cannot be written: {error.strerror}", reason="BAD_READY_FILE"
-            ) from None
+            try_to_write(path.parent)
 
     async def _until_stopped(self, starting: asyncio.Task[None]) -> None:
         stop = asyncio.create_task(self._stop.wait())
@@ -218,8 +211,9 @@ class Supervisor:
                 reason="START_TIMEOUT",
             ) from None
         self._ready = True
-        if self._options.ready_file is not None:
-            _write_atomically(self._options.ready_file, self._description())
+        if (path := self._options.ready_file) is not None:
+            with writing("--ready-file", path, reason="BAD_READY_FILE"):
+                _write_atomically(path, self._description())
         log.info("ready", address=self.address, metrics=self.metrics_address, ranks=self._options.num_ranks)
 
     async def _read_addresses(self) -> None:

@@ -182,6 +182,23 @@ def test_a_loader_that_cannot_start_any_more_ends_the_service(
     assert service.tokens(PROMPT, "a") == before
 
 
+def test_a_ready_file_that_cannot_be_written_any_more_ends_the_service(models: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "d"
+    directory.mkdir()
+    service = Service(models / "qwen3moe-T", args=[f"--ready-file={directory / 'ready.json'}"])
+    try:
+        service.start(wait=False)
+        socket = service.state_dir.parent / "run" / "loader.sock"
+        service.until(socket.exists, "start its loader", RESTORED_SECONDS)
+        directory.rmdir()
+        assert service.wait() == 1
+        message = service.log_tail().rpartition("\nerror: ")[2]
+        assert "INVALID_ARGUMENT (BAD_READY_FILE)" in message
+        assert "ready.json, which cannot be written: No such file or directory" in message
+    finally:
+        service.close()
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("has_weights", [False, True])
 def test_ranks_that_cannot_start_any_more_end_the_service(

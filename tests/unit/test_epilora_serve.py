@@ -175,6 +175,8 @@ def test_a_second_signal_shows_in_the_exit_code(tmp_path: Path) -> None:
     "option, reason",
     [
         ("--cache-dir=/proc/x", "BAD_DIRECTORY"),
+        ("--cache-dir=/proc", "BAD_DIRECTORY"),
+        ("--run-dir=/proc/x", "BAD_DIRECTORY"),
         ("--ready-file=/proc/x/r", "BAD_READY_FILE"),
         ("--ready-file=/tmp", "BAD_READY_FILE"),
     ],
@@ -183,7 +185,7 @@ def test_what_cannot_be_written_is_refused_at_once(option: str, reason: str, tmp
     failed = run("serve", f"--model={MODELS / 'qwen3moe-T'}", f"--state-dir={tmp_path}", option)
     assert failed.returncode == 1
     assert f"error: INVALID_ARGUMENT ({reason})" in failed.stderr
-    assert option.replace("=", " is ") in failed.stderr
+    assert f"{option.replace('=', ' is ')}, which cannot be written: " in failed.stderr
     assert "Traceback" not in failed.stderr
 
 
