@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
 
 from compute_worker.adapter_pool import AdapterListener, AdapterPool
 from compute_worker.adapter_tables import ExpertAdapters, LaunchKey, RowsAhead, RowwiseAdapters, tokens_apart
@@ -22,7 +21,7 @@ from compute_worker.dispatch.choose import RowSizes, make_dispatcher
 from compute_worker.ep_group import EPGroup
 from compute_worker.expert_load import LoadOfAdapters
 from compute_worker.expert_shard import ExpertShard
-from compute_worker.experts_call import TopK, bad_call, check_experts_tensors
+from compute_worker.experts_call import LayerCalls, TopK
 from compute_worker.input_scaled_block import replace_blocks
 from compute_worker.kv_cache import KVCache
 from compute_worker.model_probe import ModelProbe, attach_attention, probe_model
@@ -48,7 +47,7 @@ from compute_worker.slice_upload import SliceUploader
 from compute_worker.step_batch import MemoryReport, StepBatch, is_decode
 from compute_worker.step_context import CurrentStep, StepContext
 from epilora.families import family_of
-from epilora.model_spec import ModelSpec, MoELayerSpec
+from epilora.model_spec import ModelSpec
 from epilora.placement import ExpertPlacement
 from epilora.process_memory import anonymous_bytes
 from epilora.settings import WorkerSettings
@@ -69,6 +68,7 @@ class ModelRunner:
         computes_beside: forward returns before the device has computed.
         dtype: of the weights.
         dense_modules: modules outside the routed experts whose pairs take effect.
+        layer_calls: calls of single MoE layers, and whether they can be.
         pool: the adapters in memory.
         mover: moves the experts to another placement.
         max_sequence_length: positions that a sequence may have.
@@ -127,6 +127,7 @@ class ModelRunner:
             load=placed.expert_load,
             device=group.device,
         )
+        self.layer_calls = LayerCalls(self._model, model, self._layers, dtype=self.dtype, device=group.device)
         self._launch_key = self._make_launch_key(settings, probe, backend)
         adapter_bytes = max_adapter_bytes(settings, group.device)
         self._registered = make_registered(settings, group.device)
@@ -225,7 +226,7 @@ class ModelRunner:
         if batch is None:
             with self._step([], num_tokens_per_rank, pad_to=bucket):
                 for layer in self._layers:
-                    self._join_empty(layer)
+                    self.layer_calls.join_empty(layer)
             return None
         num_tokens = len(batch.token_ids)
         with self._step(batch.adapter_slots, num_tokens_per_rank, pad_to=bucket) as context:
@@ -278,7 +279,7 @@ class ModelRunner:
         routed_only: bool,
         num_tokens_per_rank: Sequence[int],
     ) -> torch.Tensor | None:
-        """One MoE layer's MLP block on this rank's tokens; check_experts_call must hold for the arguments.
+        """One MoE layer's MLP block on this rank's tokens; layer_calls.check must hold for the arguments.
 
         Args:
             layer: decoder layer.
@@ -291,42 +292,14 @@ class ModelRunner:
         Returns:
             y_TD in the model's dtype, on the device; None for x_TD None.
         """
-        if x_TD is None or x_TD.shape[0] == 0:
-            with self._step([], num_tokens_per_rank):
-                self._join_empty(layer)
-            return None if x_TD is None else self._empty(self._spec.hidden_size)
-        x_TD = x_TD.to(self._device, self.dtype)
-        with self._step(adapter_slots, num_tokens_per_rank) as context:
-            if topk is not None:
-                context.given_topk = (topk[0].to(self._device), topk[1].to(self._device))
-            if topk is not None and routed_only:
-                return self._layers[layer].forward(x_TD, *topk)
-            output = self._block_of(layer)(x_TD.unsqueeze(0))
-            y_TD: torch.Tensor = (output[0] if isinstance(output, tuple) else output).view(x_TD.shape)
-            if routed_only:
-                assert context.routed_output is not None
-                return context.routed_output
-            return y_TD
+        slots = [] if x_TD is None or x_TD.shape[0] == 0 else adapter_slots
+        with self._step(slots, num_tokens_per_rank) as context:
+            return self.layer_calls.forward(context, layer, x_TD, topk, routed_only)
 
     @property
     def placed(self) -> Placed:
         """The placement of the next step, and the rows counted under it; another object after each move."""
         return self.mover.placed
-
-    def _block_of(self, layer: int) -> nn.Module:
-        block: nn.Module = self._model.get_submodule(self._moe(layer).module.rpartition(".")[0])
-        return block
-
-    def check_experts_call(self, layer: int, x_TD: torch.Tensor, topk: TopK | None) -> None:
-        """Checks what a caller of forward_experts sent, before any other rank is asked to join.
-
-        Raises:
-            InvalidArgumentError: no such MoE layer, a wrong shape, or expert ids out of range or repeated.
-        """
-        moe = self._moe(layer)
-        if hasattr(self._block_of(layer), "self_attn"):
-            raise bad_call("layer", "has no MLP block of its own in this family; its experts cannot be called alone")
-        check_experts_tensors(x_TD, topk, moe, num_experts_per_token=self._spec.num_experts_per_token)
 
     def num_expert_layers(self) -> dict[str, int]:
         """MoE layers computed since the start, by expert backend; those of replayed graphs count, too."""
@@ -387,23 +360,6 @@ class ModelRunner:
             self._dense_lora.rowwise = None
             self._attention.step = None
             self._recurrent.parts = ()
-
-    def _join_empty(self, layer: int) -> None:
-        """Joins one MoE layer's collectives without tokens."""
-        num_experts = self._spec.num_experts_per_token
-        expert_TK = torch.empty((0, num_experts), dtype=torch.int64, device=self._device)
-        weight_TK = torch.empty((0, num_experts), dtype=torch.float32, device=self._device)
-        self._layers[layer].forward(self._empty(self._moe(layer).hidden_size), expert_TK, weight_TK)
-
-    def _empty(self, width: int) -> torch.Tensor:
-        return torch.empty((0, width), dtype=self.dtype, device=self._device)
-
-    def _moe(self, layer: int) -> MoELayerSpec:
-        for moe in self._spec.moe_layers:
-            if moe.layer == layer:
-                return moe
-        known = [moe.layer for moe in self._spec.moe_layers]
-        raise bad_call("layer", f"is {layer}, expected one of the MoE layers {known}")
 
     def _tensor(self, values: object) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

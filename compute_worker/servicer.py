@@ -202,7 +202,7 @@ class WorkerServicer(worker_service_pb2_grpc.WorkerServiceServicer):
                 f"hidden_states are {x_TD.dtype}, expected a float type", reason="BAD_TENSOR", field="hidden_states"
             )
         topk = _decode_topk(request)
-        self._worker.runner.check_experts_call(request.layer, x_TD, topk)
+        self._worker.runner.layer_calls.check(request.layer, x_TD, topk)
         num_tokens = x_TD.shape[0]
         generations = tuple(request.adapter_generations) or (0,) * num_tokens
         if len(generations) != num_tokens:

@@ -121,7 +121,7 @@ def test_bad_expert_calls(
     rank = Rank(write_model(small_config("qwen2_moe"), tmp_path / "model"), work=tmp_path)
     chosen = None if topk is None else (torch.tensor(topk[0]), torch.tensor(topk[1]))
     with pytest.raises(InvalidArgumentError) as caught:
-        rank.runner.check_experts_call(layer, torch.zeros(1, width), chosen)
+        rank.runner.layer_calls.check(layer, torch.zeros(1, width), chosen)
     assert caught.value.field == field
 
 
