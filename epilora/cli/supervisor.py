@@ -19,11 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from epilora.cli.children import Child, ChildSpec
 from epilora.cli.directories import ADDRESS_FILE, try_to_write, writing
-from epilora.errors import (
-    DeadlineExceededError,
-    EpiloraError,
-    FailedPreconditionError,
-)
+from epilora.errors import DeadlineExceededError, EpiloraError, FailedPreconditionError
 from epilora.last_error import GATEWAY, LOADER, WORKERS, forget_last_error, read_last_error
 from epilora.restarts import EXIT_GAVE_UP, Restarts, ending_of
 from epilora.rpc import error_from, make_channel
@@ -118,8 +114,10 @@ class Supervisor:
         return child.exit_code == EXIT_GAVE_UP or (not self._ready and child.exit_code in FINAL_EXITS)
 
     def _given_up(self, child: Child) -> None:
-        self._failure = self._why_given_up(child)
-        self._stop.set()
+        # The first that is given up stops the service; one that ends meanwhile changes nothing.
+        if not self._stop.is_set():
+            self._failure = self._why_given_up(child)
+            self._stop.set()
 
     def _why_given_up(self, child: Child) -> EpiloraError:
         name, last = child.spec.name, read_last_error(self._options.run_dir, child.spec.name)

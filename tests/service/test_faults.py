@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -180,6 +181,22 @@ def test_a_loader_that_cannot_start_any_more_ends_the_service(
     service.cache_dir.unlink()
     service.start()
     assert service.tokens(PROMPT, "a") == before
+
+
+def test_a_process_that_is_lost_while_the_service_stops_is_no_failure(
+    start_service: Callable[..., Service], models: Path
+) -> None:
+    service = start_service(
+        models / "qwen3moe-T", args=["--drain-timeout=5"], environment={"EPILORA_MAX_RESTARTS": "0"}
+    )
+    pids = service.pids()
+    traffic = Traffic(service, "", 1)
+    service.kill(*pids["supervisor"], number=signal.SIGTERM)
+    service.until_health("NOT_SERVING", NOTICED_SECONDS)
+    service.kill(*pids["loader"])
+    assert service.wait() == 0
+    assert "process ended, not starting it again" in service.log_tail()
+    traffic.join(20)
 
 
 def test_a_ready_file_that_cannot_be_written_any_more_ends_the_service(models: Path, tmp_path: Path) -> None:
