@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from benchmarks.kernel_layer import SHAPES, Batch, Layer, floor_us, graph_us, layer_us, run_layer
+from benchmarks.kernel_layer import SHAPES, Batch, Calls, Layer, floor_us, graphs_us, layer_calls, run_layer
 from benchmarks.kernel_oracle import Adapters, layer_fp32
 from compute_worker.kernels import AdapterTable, MoEConfig, choose_config
 
@@ -75,7 +75,7 @@ def grouped_mm_layer(layer: Layer, batch: Batch, index: int) -> torch.Tensor:
 
 
 class Bench:
-    """Cells of one shape, sharing weights, routings, adapters and base times.
+    """Cells of one shape, sharing weights, routings and adapters.
 
     Args:
         layer: of the shape.
@@ -86,7 +86,6 @@ class Bench:
         self.layer, self._ready = layer, ready
         self._tables: tuple[tuple[int, ...], list[AdapterTable], dict[str, int]] = ((), [], {})
         self._base: dict[int, dict[str, Any]] = {}
-        self._lora_us: dict[tuple[int, tuple[int, ...]], float] = {}
 
     def config(self, tokens: int) -> MoEConfig:
         return choose_config(
@@ -125,42 +124,39 @@ class Bench:
         result |= self._check(batches[0], tables, config, base["out"])
         if not (result["rel_error"] <= MAX_RELATIVE_ERROR and base["rel_error"] <= MAX_RELATIVE_ERROR):
             return result
-        result["base_us"] = base["us"]
-        if base["grouped_mm_us"]:
-            result["grouped_mm_us"] = base["grouped_mm_us"]
-        result["lora_us"] = layer_us(self.layer, batches, tables, config, _replays(cell.tokens))
+        # In turn: a GPU that is warm from one cell is slower in the next, and what is compared is often a difference.
+        calls = {"base_us": self._calls(cell.tokens, None), "lora_us": self._calls(cell.tokens, cell)}
+        if cell.half:
+            whole = replace(cell, half=False)
+            calls |= {"base_half_us": self._calls(cell.tokens // 2, None),
+                      "lora_half_us": self._calls(cell.tokens // 2, whole)}  # fmt: skip
+        if shape.name == "c" and cell.tokens >= 1024:
+            calls["grouped_mm_us"] = [partial(grouped_mm_layer, self.layer, b, i) for i, b in enumerate(batches)]
+        result |= graphs_us(calls, _replays(cell.tokens))
         if len(cell.lora_ranks) > 1:
             result |= self._tables[2]
-        if cell.half:
-            result["base_half_us"] = self.base(cell.tokens // 2)["us"]
-            result["lora_half_us"] = self._lora(cell.tokens // 2, cell.ranks)
         return result
 
+    def _calls(self, tokens: int, adapters: Cell | None) -> Calls:
+        """A graph's calls of the base layer, or with the adapters of a cell, on a batch of so many tokens."""
+        config = self.config(tokens)
+        self._ready(tokens, max(adapters.ranks) if adapters else 0, config)
+        if adapters is None:
+            return layer_calls(self.layer, self.batches(tokens, 0, False), None, config)
+        batches = self.batches(tokens, adapters.adapters, adapters.half)
+        return layer_calls(self.layer, batches, self.tables(adapters.ranks), config)
+
     def base(self, tokens: int) -> dict[str, Any]:
-        """Time, floor and checked output (of the first batch) of the base layer, measured once a token count."""
+        """Floor and checked output (of the first batch) of the base layer, computed once a token count."""
         if tokens not in self._base:
             config = self.config(tokens)
             self._ready(tokens, 0, config)
             batches = [b.base_only() for b in self.batches(tokens, 0, False)]
             out = run_layer(self.layer, batches[0], 0, None, config)
             error = _error(out, self._oracle(batches[0], None))
-            grouped = None
-            if self.layer.shape.name == "c" and tokens >= 1024:
-                grouped = graph_us([partial(grouped_mm_layer, self.layer, b, i) for i, b in enumerate(batches)], 8)
-            self._base[tokens] = {
-                "us": layer_us(self.layer, batches, None, config, _replays(tokens)), "rel_error": error,
-                "floor_us": floor_us(self.layer.shape, batches, []), "out": out, "grouped_mm_us": grouped,
-            }  # fmt: skip
+            floor = floor_us(self.layer.shape, batches, [])
+            self._base[tokens] = {"rel_error": error, "floor_us": floor, "out": out}
         return self._base[tokens]
-
-    def _lora(self, tokens: int, ranks: Sequence[int]) -> float:
-        key = (tokens, tuple(ranks))
-        if key not in self._lora_us:
-            config = self.config(tokens)
-            self._ready(tokens, max(ranks), config)
-            batches = self.batches(tokens, len(ranks), False)
-            self._lora_us[key] = layer_us(self.layer, batches, self.tables(ranks), config, _replays(tokens))
-        return self._lora_us[key]
 
     def _oracle(self, batch: Batch, tables: Sequence[AdapterTable] | None) -> torch.Tensor:
         weights = self.layer.weights[0]

@@ -4,7 +4,7 @@ Each job runs `moe` on tensors without memory, with launches that stop after com
 Triton's disk cache, where the measuring process finds it. So compiling uses all cores while the GPU measures, and costs
 none of its memory.
 
-    python -m benchmarks.kernel_compile [--shapes a --tokens 256,4096] [--set delta_columns=64 --set ask_for_b=true]
+    python -m benchmarks.kernel_compile [--shapes a --tokens 256,4096] [--set delta_columns=32 --set pdl=true]
 
 needs no GPU: it compiles what steps of the three shapes launch on an H200, fails if a kernel wants more shared memory
 than a program can have there, and prints each kernel's registers a thread, stack bytes a thread (spilled registers) and

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -180,8 +181,36 @@ def run_layer(layer: Layer, batch: Batch, index: int, tables: Sequence[AdapterTa
     )
 
 
-def graph_us(calls: Sequence[Callable[[], object]], replays: int) -> float:
+Calls = Sequence[Callable[[], object]]
+
+
+def graph_us(calls: Calls, replays: int) -> float:
     """Median microseconds per call over replays of one CUDA graph that holds all calls."""
+    return graphs_us({"": calls}, replays)[""]
+
+
+def graphs_us(calls: Mapping[str, Calls], replays: int) -> dict[str, float]:
+    """As `graph_us` for several, replayed in turn: what a warm GPU loses by the second, all of them lose."""
+    graphs = {name: _capture(several) for name, several in calls.items()}
+    # A GPU that idled runs slowly at first, which a graph of microseconds would not outlast.
+    warm_until = time.monotonic() + 0.02
+    while time.monotonic() < warm_until:
+        for graph in graphs.values():
+            graph.replay()
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(replays):
+        for name, graph in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end))
+    return {name: 1e3 * statistics.median(times[name]) / len(several) for name, several in calls.items()}
+
+
+def _capture(calls: Calls) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -191,25 +220,18 @@ def graph_us(calls: Sequence[Callable[[], object]], replays: int) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    # A GPU that idled runs slowly at first, which a graph of microseconds would not outlast.
-    warm_until = time.monotonic() + 0.02
-    while time.monotonic() < warm_until:
-        graph.replay()
-        torch.cuda.synchronize()
-    times: list[float] = []
-    for _ in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return 1e3 * statistics.median(times) / len(calls)
+    return graph
+
+
+def layer_calls(
+    layer: Layer, batches: Sequence[Batch], tables: Sequence[AdapterTable] | None, config: MoEConfig | None
+) -> Calls:
+    """One call a batch; without tables the batches' slots are taken as -1."""
+    used = list(batches) if tables else [b.base_only() for b in batches]
+    return [partial(run_layer, layer, b, i, tables, config) for i, b in enumerate(used)]
 
 
 def layer_us(layer: Layer, batches: Sequence[Batch], tables: Sequence[AdapterTable] | None, config: MoEConfig | None,
              replays: int) -> float:  # fmt: skip
     """Graph-replay time of one layer call; without tables the batches' slots are taken as -1."""
-    used = list(batches) if tables else [b.base_only() for b in batches]
-    calls = [lambda i=i, b=b: run_layer(layer, b, i, tables, config) for i, b in enumerate(used)]
-    return graph_us(calls, replays)
+    return graph_us(layer_calls(layer, batches, tables, config), replays)

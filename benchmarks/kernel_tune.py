@@ -76,16 +76,11 @@ def neighbours(best: MoEConfig, field: str) -> Iterator[MoEConfig]:
             yield dataclasses.replace(best, gate_up=dataclasses.replace(best.gate_up, n_fastest=gate_up),
                                       down=dataclasses.replace(best.down, n_fastest=down))  # fmt: skip
         return
-    elif field == "deltas":
-        for columns, asks in ((0, False), (32, False), (64, False), (32, True), (64, True)):
-            if (columns, asks) != (best.delta_columns, best.ask_for_b):
-                yield dataclasses.replace(best, delta_columns=columns, ask_for_b=asks)
-        return
     else:
         by_field: dict[str, list[Any]] = {
             "block_d": [32, 64, 128, 256], "combine_warps": [2, 4, 8], "block_f": [32, 64, 128],
             "act_warps": [1, 2, 4], "span": [1, 2, 3, 6], "shrink_block_k": [64, 128, 256],
-            "pair_block_m": [16, 32, 64], "pdl": [True, False], "early_lookups": [True, False],
+            "pair_block_m": [16, 32, 64], "pdl": [True, False], "delta_columns": [32, 64],
         }  # fmt: skip
         values = by_field[field]
     for value in values:
@@ -96,11 +91,11 @@ def neighbours(best: MoEConfig, field: str) -> Iterator[MoEConfig]:
 def fields_of(config: MoEConfig) -> list[str]:
     """Fields worth varying, the costliest first. Decode tiles differ by about 1 %: their search is the last."""
     if config.fused:
-        return ["deltas", "gate_up", "down", "order", "pair_block_m", "shrink_block_k"]
+        return ["delta_columns", "pdl", "gate_up", "down", "order", "pair_block_m", "shrink_block_k"]
     if config.block_m >= 64:
         return ["gate_up", "down", "span", "order", "shrink_block_k", "pair_block_m"]
     fields = ["span", "pdl", "act_warps", "shrink_block_k"]
-    combines = ["early_lookups", "combine_warps", "block_d"] if config.expand_down == "combine" else []
+    combines = ["combine_warps", "block_d"] if config.expand_down == "combine" else []
     return [*fields, *combines, "gate_up", "down"]
 
 

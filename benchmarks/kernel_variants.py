@@ -3,9 +3,10 @@
     python -m benchmarks.kernel_variants --out variants.json --configs compute_worker/kernels/configs
 
 Each setting is checked like a cell of `benchmarks.kernels` (error against fp32, base rows and repeated runs bit-equal)
-on a batch in which half of the tokens have no adapter, then timed on one in which all have. The best has the smallest
-geometric mean, over the base layer and all cells, of time over floor; it replaces the shipped setting in the file of
-this GPU in --configs if it is better by more than MARGIN, which is what differs between two runs of the same.
+on a batch in which half of the tokens have no adapter, then timed on one in which all have, in turn with the others.
+The best has the smallest geometric mean, over the base layer and all cells, of time over floor; it replaces the shipped
+setting in the file of this GPU in --configs if it is better by more than MARGIN, about what differs between two runs
+of the same.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,45 +26,59 @@ import triton
 
 from benchmarks.kernel_cells import MAX_RELATIVE_ERROR
 from benchmarks.kernel_compile import CompileAhead, shape_weights
-from benchmarks.kernel_layer import SHAPES, Layer, Shape, floor_us, layer_us, run_layer
+from benchmarks.kernel_layer import SHAPES, Batch, Calls, Layer, Shape, floor_us, graphs_us, layer_calls, run_layer
 from benchmarks.kernel_oracle import Adapters, layer_fp32
-from compute_worker.kernels import AdapterTable, MoEConfig, choose_config
+from compute_worker.kernels import AdapterTable, GemmTile, MoEConfig, choose_config
 from compute_worker.kernels.config import shape_key, token_bucket
 
-MARGIN = 0.01
+MARGIN = 0.005
 TOKENS = {"a": (1, 8, 32, 64, 256, 1024, 4096, 16384), "b": (1, 64, 256, 1024, 4096), "c": (1, 64, 256, 1024, 4096)}
 _SHIPPED = "shipped"
-_NEW_FIELDS: dict[str, Any] = {"delta_columns": 0, "ask_for_b": False, "early_lookups": False}
-"""Fields without effect on a layer without adapters."""
 
 
 def variants(shape: Shape, tokens: int, device_name: str) -> dict[str, MoEConfig]:
     """Settings by name, the shipped one first."""
-
-    def shipped(num_tokens: int) -> MoEConfig:
-        return choose_config(shape_weights(shape), num_tokens=num_tokens, top_k=shape.top_k, device_name=device_name)
-
-    first = replace(shipped(tokens), **_NEW_FIELDS)
-    out = {_SHIPPED: first}
-    if first.fused:
-        for columns in (64, 32):
-            listed = replace(first, delta_columns=columns)
-            out[f"listed {columns}"] = listed
-            out[f"listed {columns}, asks"] = replace(listed, ask_for_b=True)
-        out["listed 64, asks, pdl"] = replace(out["listed 64, asks"], pdl=True)
-        if tokens >= 4096 and first.pair_block_m < 64:
-            out["listed 64, asks, pairs of 64"] = replace(out["listed 64, asks"], pair_block_m=64)
+    first = choose_config(shape_weights(shape), num_tokens=tokens, top_k=shape.top_k, device_name=device_name)
+    out = {_SHIPPED: first, "no pdl" if first.pdl else "pdl": replace(first, pdl=not first.pdl)}
+    if not first.fused:
+        for span in {1, 2, 3} - {first.span}:
+            out[f"span {span}"] = replace(first, span=span)
         return out
-    if first.expand_down == "combine" and first.pdl:
-        out["early"] = replace(first, early_lookups=True)
-        if first.span > 1:
-            out["early, span 1"] = replace(out["early"], span=1)
-    # The activation's loads of B were two bytes wide when these were chosen.
-    for span in {1, 2, 3} - {first.span}:
-        out[f"span {span}"] = replace(first, span=span)
-    if shape.name == "a" and tokens == 64:
-        out["fused, listed 64, asks"] = replace(shipped(256), delta_columns=64, ask_for_b=True)
-    return out
+    overlapped = replace(first, pdl=True)
+    columns = 96 - first.delta_columns
+    out[f"pdl, {columns} columns"] = replace(overlapped, delta_columns=columns)
+    for rows in {16, 32, 64} - {first.pair_block_m}:
+        if rows <= max(32, first.block_m // 2):
+            out[f"pdl, pairs of {rows}"] = replace(overlapped, pair_block_m=rows)
+    if first.block_m == 128:
+        out["pdl, tails of 32"] = replace(overlapped, tail_m=32)
+        out["pdl, down 128"] = replace(overlapped, down=_tile(first.down, block_n=128, num_warps=4, num_stages=3))
+        out["pdl, three stages"] = replace(
+            overlapped, gate_up=_tile(first.gate_up, num_stages=3), down=_tile(first.down, num_stages=3)
+        )
+    elif first.block_m == 64:
+        out["pdl, tails of 32"] = replace(overlapped, tail_m=32)
+        out["pdl, other stages"] = replace(
+            overlapped, gate_up=_tile(first.gate_up, num_stages=7 - first.gate_up.num_stages),
+            down=_tile(first.down, num_stages=7 - first.down.num_stages),
+        )  # fmt: skip
+        out["pdl, down 64"] = replace(overlapped, down=_tile(first.down, block_n=64))
+        out["pdl, down 256"] = replace(overlapped, down=_tile(first.down, block_n=256, num_warps=8))
+        out["pdl, gate 128"] = replace(overlapped, gate_up=_tile(first.gate_up, block_n=128, num_warps=8))
+        out["pdl, rows 128"] = replace(
+            overlapped, block_m=128, tail_m=64, gate_up=_tile(first.gate_up, num_warps=8, num_stages=4),
+            down=_tile(first.down, num_warps=8, num_stages=4),
+        )  # fmt: skip
+    return {name: setting for i, (name, setting) in enumerate(out.items()) if setting not in [*out.values()][:i]}
+
+
+def _tile(tile: GemmTile, **changes: Any) -> GemmTile:
+    return replace(tile, **changes)
+
+
+def _base_of(config: MoEConfig) -> MoEConfig:
+    """The same for all settings that launch the same without adapters."""
+    return replace(config, pdl=False, delta_columns=64, pair_block_m=16) if config.fused else config
 
 
 def cells_of(tokens: int) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -85,30 +100,38 @@ class _Case:
     layer: Layer
     tokens: int
     ready: Callable[[int, int, MoEConfig], str]
-    _base: dict[MoEConfig, tuple[torch.Tensor, float]] = field(default_factory=dict)
+    _base_out: dict[MoEConfig, torch.Tensor] = field(default_factory=dict)
 
-    def base(self, config: MoEConfig) -> tuple[torch.Tensor, float]:
-        """(output of the first batch, us) without adapters."""
-        config = replace(config, **_NEW_FIELDS)
-        if config not in self._base:
-            batches = self.layer.batches(num_tokens=self.tokens, num_adapters=0, half=False, seed=self.tokens)
-            out = run_layer(self.layer, batches[0].base_only(), 0, None, config)
-            self._base[config] = out, layer_us(self.layer, batches, None, config, self._replays())
-        return self._base[config]
+    def batches(self, num_adapters: int, *, half: bool) -> list[Batch]:
+        return self.layer.batches(num_tokens=self.tokens, num_adapters=num_adapters, half=half, seed=self.tokens)
+
+    def base_out(self, config: MoEConfig) -> torch.Tensor:
+        """Output of the first batch without adapters."""
+        config = _base_of(config)
+        if config not in self._base_out:
+            batch = self.batches(0, half=False)[0].base_only()
+            self._base_out[config] = run_layer(self.layer, batch, 0, None, config)
+        return self._base_out[config]
 
     def floor(self, ranks: list[int]) -> float:
-        batches = self.layer.batches(num_tokens=self.tokens, num_adapters=len(ranks), half=False, seed=self.tokens)
+        batches = self.batches(len(ranks), half=False)
         if not ranks:
             batches = [batch.base_only() for batch in batches]
         return floor_us(self.layer.shape, batches, ranks)
 
-    def measure(self, config: MoEConfig, ranks: list[int], tables: list[AdapterTable]) -> dict[str, Any]:
-        """Times of one setting in one cell; `failed` instead of them where it may not be used."""
-        for largest in (0, max(ranks)):
-            if why := self.ready(self.tokens, largest, config):
-                return {"failed": f"does not compile: {why}"}
-        base_out, base_us = self.base(config)
-        half = self.layer.batches(num_tokens=self.tokens, num_adapters=len(ranks), half=True, seed=self.tokens)[0]
+    def check(self, config: MoEConfig, ranks: list[int], tables: list[AdapterTable]) -> dict[str, Any]:
+        """Error of one setting in one cell; `failed` where it may not be used, or cannot be."""
+        try:
+            for largest in (0, max(ranks)):
+                if why := self.ready(self.tokens, largest, config):
+                    return {"failed": f"does not compile: {why}"}
+            return self._check(config, ranks, tables)
+        except Exception as error:
+            torch.cuda.synchronize()  # raises if the GPU is of no use any more
+            return {"failed": f"{type(error).__name__}: {error}"[:200]}
+
+    def _check(self, config: MoEConfig, ranks: list[int], tables: list[AdapterTable]) -> dict[str, Any]:
+        half = self.batches(len(ranks), half=True)[0]
         owned = tables[0].adapters()
         adapters = Adapters([owned[slot] for slot in sorted(owned)], self.layer.shape.num_experts)
         expected = layer_fp32(half, self.layer.weights[0], adapters)
@@ -118,26 +141,24 @@ class _Case:
         result: dict[str, Any] = {"rel_error": error}
         if not error <= MAX_RELATIVE_ERROR:
             return result | {"failed": f"relative error {error:.1e}"}
-        if not torch.equal(got[without], base_out[without]):
+        if not torch.equal(got[without], self.base_out(config)[without]):
             return result | {"failed": "base rows differ from the base layer's"}
         if not torch.equal(got, again):
             return result | {"failed": "a second run differs"}
-        full = self.layer.batches(num_tokens=self.tokens, num_adapters=len(ranks), half=False, seed=self.tokens)
-        return result | {
-            "base_us": base_us, "lora_us": layer_us(self.layer, full, tables, config, self._replays()),
-        }  # fmt: skip
+        return result
 
-    def _replays(self) -> int:
-        return 25 if self.tokens <= 256 else 13 if self.tokens <= 4096 else 7
-
-
-def attempt(case: _Case, config: MoEConfig, ranks: list[int], tables: list[AdapterTable]) -> dict[str, Any]:
-    """As `measure`; a setting that cannot be launched is an answer too."""
-    try:
-        return case.measure(config, ranks, tables)
-    except Exception as error:
-        torch.cuda.synchronize()  # raises if the GPU is of no use any more
-        return {"failed": f"{type(error).__name__}: {error}"[:200]}
+    def times(self, settings: Mapping[str, MoEConfig], ranks: list[int], tables: list[AdapterTable]) -> dict[str, Any]:
+        """base_us and lora_us of each setting, all replayed in turn."""
+        full = self.batches(len(ranks), half=False)
+        calls: dict[str, Calls] = {}
+        for name, config in settings.items():
+            calls[name] = layer_calls(self.layer, full, tables, config)
+            calls[f"base {hash(_base_of(config))}"] = layer_calls(self.layer, full, None, _base_of(config))
+        us = graphs_us(calls, 15 if self.tokens <= 256 else 9 if self.tokens <= 4096 else 5)
+        return {
+            name: {"base_us": us[f"base {hash(_base_of(config))}"], "lora_us": us[name]}
+            for name, config in settings.items()
+        }
 
 
 def compare(case: _Case, settings: dict[str, MoEConfig], recorded: dict[Any, float]) -> dict[str, Any]:
@@ -147,22 +168,25 @@ def compare(case: _Case, settings: dict[str, MoEConfig], recorded: dict[Any, flo
     for num_adapters, in_turn in cells_of(tokens):
         ranks = [in_turn[i % len(in_turn)] for i in range(num_adapters)]
         tables = case.layer.tables(ranks)
-        results = {name: attempt(case, config, ranks, tables) for name, config in settings.items()}
+        results = {name: case.check(config, ranks, tables) for name, config in settings.items()}
+        usable = {name: config for name, config in settings.items() if "failed" not in results[name]}
+        for name, times in case.times(usable, ranks, tables).items():
+            results[name] |= times
         name = "+".join(map(str, in_turn))
         before = recorded.get((shape.name, tokens, num_adapters, name))
         cells.append({
             "adapters": num_adapters, "lora_rank": name, "floor_us": case.floor(ranks), "recorded_us": before,
             "settings": results,
         })  # fmt: skip
-        times = "; ".join(f"{n} {r['lora_us']:.1f}" if "lora_us" in r else f"{n} {r['failed']}"
-                          for n, r in results.items())  # fmt: skip
-        print(f"{shape.name} {tokens} n{num_adapters} r{name}: recorded {before or '-'}; {times}", flush=True)
+        text = "; ".join(f"{n} {r['base_us']:.1f} {r['lora_us']:.1f}" if "lora_us" in r else f"{n} {r['failed']}"
+                         for n, r in results.items())  # fmt: skip
+        print(f"{shape.name} {tokens} n{num_adapters} r{name}: recorded {before or '-'}; {text}", flush=True)
         del tables
         torch.cuda.empty_cache()
     scores = {name: score(cells, name, case.floor([])) for name in settings}
-    usable = {name: value for name, value in scores.items() if value is not None}
-    best = min(usable, key=lambda name: usable[name]) if usable else None
-    if best and _SHIPPED in usable and usable[best] > (1 - MARGIN) * usable[_SHIPPED]:
+    usable_scores = {name: value for name, value in scores.items() if value is not None}
+    best = min(usable_scores, key=lambda name: usable_scores[name]) if usable_scores else None
+    if best and _SHIPPED in usable_scores and usable_scores[best] > (1 - MARGIN) * usable_scores[_SHIPPED]:
         best = _SHIPPED
     print(f"{shape.name} {tokens}: best {best}; scores {scores}", flush=True)
     return {"shape": shape.name, "tokens": tokens, "best": best, "scores": scores, "cells": cells}
@@ -174,7 +198,8 @@ def score(cells: list[dict[str, Any]], name: str, base_floor_us: float) -> float
     if any("failed" in result for result in results):
         return None
     ratios = [result["lora_us"] / cell["floor_us"] for result, cell in zip(results, cells, strict=True)]
-    return statistics.geometric_mean([results[0]["base_us"] / base_floor_us, *ratios])
+    base_us = statistics.median(result["base_us"] for result in results)
+    return statistics.geometric_mean([base_us / base_floor_us, *ratios])
 
 
 def keep(path: Path, shape: Shape, tokens: int, config: MoEConfig) -> None:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from compute_worker.kernels.layout import Activation
-from compute_worker.kernels.lora import aligned_pointer, expand, let_next_launch, wait_for_data
+from compute_worker.kernels.lora import NARROW_RANK, aligned_pointer, expand, let_next_launch, wait_for_data
 from compute_worker.kernels.tiles import pair_tile
 
 SILU_GATED = tl.constexpr(int(Activation.SILU_GATED))
@@ -59,24 +59,66 @@ def _add_and_activate(gate_up_ptr, act_ptr, pos, row_mask, f, s_gate, s_up, b_ga
     tl.store(act_ptr + pos[:, None] * F + f[None, :], out, mask=mask)
 
 
+@triton.jit
+def _in_one_block(gate_up_ptr, act_ptr, s_gate_ptrs, s_up_ptrs, gate_b, up_b, gate_rank, up_rank, b_step, pos, row_mask,
+                  first, last, alpha, limit, F: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+                  ACTIVATION: tl.constexpr, BLOCK_F: tl.constexpr, SPAN_F: tl.constexpr, BLOCK_R: tl.constexpr,
+                  STAGES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Columns first to last of a pair tile whose ranks are multiples of 8 and at most BLOCK_R."""
+    dtype: tl.constexpr = act_ptr.dtype.element_ty
+    # Said again, for the compiler: where it cannot tell that masks cover whole blocks of 8, it loads B and s two bytes
+    # at a time.
+    gate_rank = (gate_rank // 8) * 8
+    up_rank = (up_rank // 8) * 8
+    r = tl.arange(0, BLOCK_R)
+    r_gate = r < gate_rank
+    r_up = r < up_rank
+    b_gate_row = aligned_pointer(gate_b, dtype) + r[None, :]
+    b_up_row = aligned_pointer(up_b, dtype) + r[None, :]
+    gate_stride = b_step * gate_rank
+    up_stride = b_step * up_rank
+    gate_mask = row_mask[:, None] & r_gate[None, :]
+    up_mask = row_mask[:, None] & r_up[None, :]
+    if SPAN_F == BLOCK_F:
+        f = first + tl.arange(0, BLOCK_F)
+        f_mask = (f < F)[:, None]
+        b_gate = tl.load(b_gate_row + f[:, None] * gate_stride, mask=f_mask & r_gate[None, :], other=0.0,
+                         cache_modifier=".cg")  # fmt: skip
+        b_up = tl.load(b_up_row + f[:, None] * up_stride, mask=f_mask & r_up[None, :], other=0.0,
+                       cache_modifier=".cg")  # fmt: skip
+        wait_for_data(PDL)
+        s_gate = tl.load(s_gate_ptrs[:, None] + r[None, :], mask=gate_mask, other=0.0)
+        s_up = tl.load(s_up_ptrs[:, None] + r[None, :], mask=up_mask, other=0.0)
+        _add_and_activate(gate_up_ptr, act_ptr, pos, row_mask, f, s_gate, s_up, b_gate, b_up, alpha, limit, F, GATED,
+                          INTERLEAVED, ACTIVATION)  # fmt: skip
+    else:
+        wait_for_data(PDL)
+        s_gate = tl.load(s_gate_ptrs[:, None] + r[None, :], mask=gate_mask, other=0.0)
+        s_up = tl.load(s_up_ptrs[:, None] + r[None, :], mask=up_mask, other=0.0)
+        for f0 in tl.range(first, last, BLOCK_F, num_stages=STAGES):
+            f = f0 + tl.arange(0, BLOCK_F)
+            f_mask = (f < F)[:, None]
+            b_gate = tl.load(b_gate_row + f[:, None] * gate_stride, mask=f_mask & r_gate[None, :], other=0.0)
+            b_up = tl.load(b_up_row + f[:, None] * up_stride, mask=f_mask & r_up[None, :], other=0.0)
+            _add_and_activate(gate_up_ptr, act_ptr, pos, row_mask, f, s_gate, s_up, b_gate, b_up, alpha, limit, F,
+                              GATED, INTERLEAVED, ACTIVATION)  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_experts", "slots_1", "num_rows"])
 def activation_kernel(gate_up_ptr, act_ptr, s_ptr, route, table, num_experts, slots_1, num_rows, s_stride, alpha, limit,
                       F: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
                       HAS_LORA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, SPAN_F: tl.constexpr,
-                      BLOCK_R: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr, DIRECT: tl.constexpr,
+                      BLOCK_R: tl.constexpr, STAGES: tl.constexpr, DIRECT: tl.constexpr,
                       PDL: tl.constexpr):  # fmt: skip
     """act[pos, f] = activation(gate + s_gate B_gate^T, up + s_up B_up^T): one pair tile, SPAN_F columns a program.
 
     gate_up [n, 2F or F] and act [n, F] by position; s [2, n, s_stride]: scaled shrink results of gate and up (one for
     both where they share A, that is where the table holds the same address twice). The usual case, ranks that are
-    multiples of 8 and fit one rank block, looks everything up once and then streams B.
-    EARLY: route, table and the B of a single column tile are read before the wait for the GEMM, which must have waited
-    for the route before it let this kernel launch.
+    multiples of 8 and fit one rank block (of NARROW_RANK, or of the table's widest), looks everything up once and then
+    streams B. Route, table and the B of a single column tile are read before the wait for the GEMM.
     """
     let_next_launch(PDL)
-    if not EARLY:
-        wait_for_data(PDL)
-    CACHE: tl.constexpr = ".cg" if EARLY else ""
+    CACHE: tl.constexpr = ".cg"
     bin_id, start, count = pair_tile(route, tl.program_id(1), num_experts, slots_1, DIRECT, CACHE)
     if count > 0:
         dtype: tl.constexpr = act_ptr.dtype.element_ty
@@ -97,48 +139,18 @@ def activation_kernel(gate_up_ptr, act_ptr, s_ptr, route, table, num_experts, sl
             b_step = tl.where(shared_a & INTERLEAVED, 2, 1)
             s_gate_ptrs = s_ptr + pos * s_stride
             s_up_ptrs = s_gate_ptrs + tl.where(shared_a, 0, num_rows).to(tl.int64) * s_stride
-            if (gate_rank % 8 == 0) & (up_rank % 8 == 0) & (gate_rank <= BLOCK_R) & (up_rank <= BLOCK_R):
-                # Said again, for the compiler: where it cannot tell that masks cover whole blocks of 8, it loads B and
-                # s two bytes at a time.
-                gate_rank = (gate_rank // 8) * 8
-                up_rank = (up_rank // 8) * 8
-                r = tl.arange(0, BLOCK_R)
-                r_gate = r < gate_rank
-                r_up = r < up_rank
-                b_gate_row = aligned_pointer(gate_b, dtype) + r[None, :]
-                b_up_row = aligned_pointer(up_b, dtype) + r[None, :]
-                gate_stride = b_step * gate_rank
-                up_stride = b_step * up_rank
-                gate_mask = row_mask[:, None] & r_gate[None, :]
-                up_mask = row_mask[:, None] & r_up[None, :]
-                if EARLY and SPAN_F == BLOCK_F:
-                    f = first + tl.arange(0, BLOCK_F)
-                    f_mask = (f < F)[:, None]
-                    b_gate = tl.load(b_gate_row + f[:, None] * gate_stride, mask=f_mask & r_gate[None, :], other=0.0,
-                                     cache_modifier=CACHE)  # fmt: skip
-                    b_up = tl.load(b_up_row + f[:, None] * up_stride, mask=f_mask & r_up[None, :], other=0.0,
-                                   cache_modifier=CACHE)  # fmt: skip
-                    wait_for_data(PDL)
-                    s_gate = tl.load(s_gate_ptrs[:, None] + r[None, :], mask=gate_mask, other=0.0)
-                    s_up = tl.load(s_up_ptrs[:, None] + r[None, :], mask=up_mask, other=0.0)
-                    _add_and_activate(gate_up_ptr, act_ptr, pos, row_mask, f, s_gate, s_up, b_gate, b_up, alpha, limit,
-                                      F, GATED, INTERLEAVED, ACTIVATION)  # fmt: skip
+            widest = tl.maximum(gate_rank, up_rank)
+            if (gate_rank % 8 == 0) & (up_rank % 8 == 0) & (widest <= BLOCK_R):
+                if BLOCK_R > NARROW_RANK and widest <= NARROW_RANK:
+                    _in_one_block(gate_up_ptr, act_ptr, s_gate_ptrs, s_up_ptrs, gate_b, up_b, gate_rank, up_rank,
+                                  b_step, pos, row_mask, first, last, alpha, limit, F, GATED, INTERLEAVED, ACTIVATION,
+                                  BLOCK_F, SPAN_F, NARROW_RANK, STAGES, PDL)  # fmt: skip
                 else:
-                    if EARLY:
-                        wait_for_data(PDL)
-                    s_gate = tl.load(s_gate_ptrs[:, None] + r[None, :], mask=gate_mask, other=0.0)
-                    s_up = tl.load(s_up_ptrs[:, None] + r[None, :], mask=up_mask, other=0.0)
-                    for f0 in tl.range(first, last, BLOCK_F, num_stages=STAGES):
-                        f = f0 + tl.arange(0, BLOCK_F)
-                        f_mask = (f < F)[:, None]
-                        b_gate = tl.load(b_gate_row + f[:, None] * gate_stride, mask=f_mask & r_gate[None, :],
-                                         other=0.0)  # fmt: skip
-                        b_up = tl.load(b_up_row + f[:, None] * up_stride, mask=f_mask & r_up[None, :], other=0.0)
-                        _add_and_activate(gate_up_ptr, act_ptr, pos, row_mask, f, s_gate, s_up, b_gate, b_up, alpha,
-                                          limit, F, GATED, INTERLEAVED, ACTIVATION)  # fmt: skip
+                    _in_one_block(gate_up_ptr, act_ptr, s_gate_ptrs, s_up_ptrs, gate_b, up_b, gate_rank, up_rank,
+                                  b_step, pos, row_mask, first, last, alpha, limit, F, GATED, INTERLEAVED, ACTIVATION,
+                                  BLOCK_F, SPAN_F, BLOCK_R, STAGES, PDL)  # fmt: skip
             else:
-                if EARLY:
-                    wait_for_data(PDL)
+                wait_for_data(PDL)
                 for f0 in range(first, last, BLOCK_F):
                     f = f0 + tl.arange(0, BLOCK_F)
                     f_mask = f < F
@@ -149,13 +161,12 @@ def activation_kernel(gate_up_ptr, act_ptr, s_ptr, route, table, num_experts, sl
                     out = activate(gate, up, alpha, limit, ACTIVATION).to(dtype)
                     tl.store(act_ptr + pos[:, None] * F + f[None, :], out, mask=mask)
         else:
-            if EARLY:
-                wait_for_data(PDL)
+            wait_for_data(PDL)
             for f0 in range(first, last, BLOCK_F):
                 f = f0 + tl.arange(0, BLOCK_F)
                 mask = row_mask[:, None] & (f < F)[None, :]
                 gate, up = _load_gate_up(gate_up_ptr, pos, f, mask, F, GATED, INTERLEAVED)
                 out = activate(gate, up, alpha, limit, ACTIVATION).to(dtype)
                 tl.store(act_ptr + pos[:, None] * F + f[None, :], out, mask=mask)
-    elif EARLY:
+    else:
         wait_for_data(PDL)

@@ -5,29 +5,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compute_worker.kernels.lora import aligned_pointer, expand, let_next_launch, wait_for_data, wait_for_previous
+from compute_worker.kernels.lora import (
+    NARROW_RANK,
+    aligned_pointer,
+    expand,
+    let_next_launch,
+    wait_for_data,
+    wait_for_previous,
+)
 from compute_worker.kernels.tiles import pair_tile
 
 
 @triton.jit
-def _position(row_pos_ptr, expert_ptr, row, num_experts, DIRECT: tl.constexpr):
-    """Position of a row, -1 for a remote one."""
+def _position(pos_ptrs, expert, k, num_experts, DIRECT: tl.constexpr):
+    """Position of a token's row k, -1 for a remote one. DIRECT: there is one token, whose rows keep their places."""
     if DIRECT > 0:
-        expert = tl.load(expert_ptr + row)
-        pos = tl.where((expert >= 0) & (expert < num_experts), row, -1)
+        pos = tl.where((expert >= 0) & (expert < num_experts), k, -1)
     else:
-        pos = tl.load(row_pos_ptr + row)
+        pos = tl.load(pos_ptrs + k, cache_modifier=".cg")
     return pos
 
 
 @triton.jit
-def _row_delta(row_pos_ptr, expert_ptr, weight_ptr, s_ptr, table, row, slot, num_experts, s_stride, r, d, d_mask,
+def _row_delta(pos_ptrs, weight_ptrs, expert_ptrs, s_ptr, table, k, slot, num_experts, s_stride, r, d, d_mask,
                ALIGNED: tl.constexpr, DTYPE: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
-    """[j, r] of weight * s[r] * B[d[j], r] of one row."""
-    pos = _position(row_pos_ptr, expert_ptr, row, num_experts, DIRECT)
+    """[j, r] of weight * s[r] * B[d[j], r] of one row of a token."""
+    expert = tl.load(expert_ptrs + k).to(tl.int32)
+    pos = _position(pos_ptrs, expert, k, num_experts, DIRECT)
     local = pos >= 0
-    weight = tl.load(weight_ptr + row).to(tl.float32)
-    expert = tl.load(expert_ptr + row).to(tl.int32)
+    weight = tl.load(weight_ptrs + k).to(tl.float32)
     record = (slot * num_experts + expert) * 3 + 2
     lora_rank = tl.load(table.lora_rank + record, mask=local, other=0)
     address = tl.load(table.b_address + record, mask=local, other=0)
@@ -44,122 +50,155 @@ def _row_delta(row_pos_ptr, expert_ptr, weight_ptr, s_ptr, table, row, slot, num
 
 
 @triton.jit
-def _expand_rows(acc, row_pos_ptr, expert_ptr, weight_ptr, s_ptr, table, row, slot, num_experts, s_stride, max_rank, d,
-                 d_mask, TOP_K: tl.constexpr, BLOCK_R: tl.constexpr, ALIGNED: tl.constexpr, UNROLL: tl.constexpr,
-                 DTYPE: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
-    """acc[j, r] + sum over k of weight_k * s_k[r] * B_k[d[j], r]; the caller sums over r.
-
-    UNROLL: the k loop is unrolled and branch-free, so that the loads of all experts are in flight together.
-    """
-    for r0 in tl.range(0, max_rank, BLOCK_R, num_stages=1):
+def _any_ranks(pos_ptrs, weight_ptrs, expert_ptrs, s_ptr, table, slot, num_experts, s_stride, widest, d, d_mask,
+               TOP_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, ALIGNED: tl.constexpr,
+               DTYPE: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
+    """delta[j] = sum over k and r of weight_k * s_k[r] * B_k[d[j], r], rank block by rank block."""
+    acc = tl.zeros([BLOCK_D, BLOCK_R], tl.float32)
+    for r0 in tl.range(0, widest, BLOCK_R, num_stages=1):
         r = r0 + tl.arange(0, BLOCK_R)
-        if UNROLL:
-            for k in tl.static_range(TOP_K):
-                acc += _row_delta(row_pos_ptr, expert_ptr, weight_ptr, s_ptr, table, row + k, slot, num_experts,
-                                  s_stride, r, d, d_mask, ALIGNED, DTYPE, DIRECT)  # fmt: skip
-        else:
-            for k in tl.range(0, TOP_K, num_stages=1):
-                acc += _row_delta(row_pos_ptr, expert_ptr, weight_ptr, s_ptr, table, row + k, slot, num_experts,
-                                  s_stride, r, d, d_mask, ALIGNED, DTYPE, DIRECT)  # fmt: skip
-    return acc
+        for k in tl.range(0, TOP_K, num_stages=1):
+            acc += _row_delta(pos_ptrs, weight_ptrs, expert_ptrs, s_ptr, table, k, slot, num_experts, s_stride, r, d,
+                              d_mask, ALIGNED, DTYPE, DIRECT)  # fmt: skip
+    return tl.sum(acc, 1)
 
 
 @triton.jit
-def _read_b(row_pos_ptr, expert_ptr, weight_ptr, table, row, slot, known, num_experts, d, d_mask, TOP_K: tl.constexpr,
-            BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, DTYPE: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
-    """(B [D, BLOCK_K, R] of a token's experts, which ranks of it there are, positions, weights, whether all ranks fit).
+def _weighted_sum(y_row_ptr, pos_ptrs, weight_ptrs, expert_ptrs, num_experts, d, d_mask, D: tl.constexpr,
+                  TOP_K: tl.constexpr, BLOCK_D: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
+    """sum over k of weight_k * y_row[pos_k, d], fp32, k = 0 first."""
+    out = tl.zeros([BLOCK_D], tl.float32)
+    for k in tl.static_range(TOP_K):
+        expert = tl.load(expert_ptrs + k, cache_modifier=".cg").to(tl.int32)
+        pos = _position(pos_ptrs, expert, k, num_experts, DIRECT)
+        weight = tl.load(weight_ptrs + k, cache_modifier=".cg").to(tl.float32)
+        y = tl.load(y_row_ptr + pos.to(tl.int64) * D + d, mask=d_mask & (pos >= 0), other=0.0).to(tl.float32)
+        out += y * tl.where(pos >= 0, weight, 0.0)
+    return out
 
-    All of them in one rank block, or none: where a rank is larger or no multiple of 8, nothing is read.
+
+@triton.jit
+def _with_delta(y_row_ptr, pos_ptrs, weight_ptrs, expert_ptrs, s_ptr, table, slot, num_experts, s_stride, pos_k,
+                weight_k, rank_k, address_k, d_first, D: tl.constexpr, TOP_K: tl.constexpr, BLOCK_D: tl.constexpr,
+                BLOCK_R: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Columns d_first to d_first + BLOCK_D of one token, deltas included; waits for the GEMM when B is on its way.
+
+    Where a rank is larger than BLOCK_R or no multiple of 8, the deltas are added block by block after the wait.
     """
-    k = tl.arange(0, BLOCK_K)
-    inside = k < TOP_K
-    expert_k = tl.load(expert_ptr + row + k, mask=inside, other=-1, cache_modifier=".cg").to(tl.int32)
-    if DIRECT > 0:
-        pos_k = tl.where((expert_k >= 0) & (expert_k < num_experts), row + k, -1)
-    else:
-        pos_k = tl.load(row_pos_ptr + row + k, mask=inside, other=-1, cache_modifier=".cg")
-    weight_k = tl.load(weight_ptr + row + k, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
-    record_k = (slot * num_experts + expert_k) * 3 + 2
-    looks = known & (pos_k >= 0)
-    rank_k = tl.load(table.lora_rank + record_k, mask=looks, other=0, cache_modifier=".cg")
-    address_k = tl.load(table.b_address + record_k, mask=looks, other=0, cache_modifier=".cg")
-    fits = (tl.max(rank_k, 0) <= BLOCK_R) & (tl.max(rank_k % 8, 0) == 0)
+    dtype: tl.constexpr = y_row_ptr.dtype.element_ty
+    d = d_first + tl.arange(0, BLOCK_D)
+    d_mask = d < D
+    widest = tl.max(rank_k, 0)
+    aligned = tl.max(rank_k % 8, 0) == 0
+    fits = (widest <= BLOCK_R) & aligned
     rank_k = tl.where(fits, (rank_k // 8) * 8, 0)
     r = tl.arange(0, BLOCK_R)
     r_mask = tl.max_constancy(r[None, :] < rank_k[:, None], [1, 8])
-    b_ptrs = aligned_pointer(address_k, DTYPE)[None, :, None] + d[:, None, None] * rank_k[None, :, None]
+    b_ptrs = aligned_pointer(address_k, dtype)[None, :, None] + d[:, None, None] * rank_k[None, :, None]
     b_ptrs = tl.max_contiguous(tl.multiple_of(b_ptrs + r[None, None, :], [1, 1, 16]), [1, 1, 8])
     b_DKR = tl.load(b_ptrs, mask=r_mask[None, :, :] & d_mask[:, None, None], other=0.0,
                     cache_modifier=".cg")  # fmt: skip
-    return b_DKR, r_mask, pos_k, weight_k, fits
+    wait_for_data(PDL)
+    out = _weighted_sum(y_row_ptr, pos_ptrs, weight_ptrs, expert_ptrs, num_experts, d, d_mask, D, TOP_K, BLOCK_D,
+                        DIRECT)  # fmt: skip
+    s_ptrs = s_ptr + pos_k.to(tl.int64)[:, None] * s_stride + r[None, :]
+    s_KR = tl.load(s_ptrs, mask=r_mask, other=0.0).to(tl.float32) * weight_k[:, None]
+    delta = tl.sum(tl.sum(b_DKR.to(tl.float32) * s_KR[None, :, :], 1), 1)
+    # Base rows keep their bits: nothing is added to them.
+    out = tl.where(widest > 0, out + delta, out)
+    if fits == 0:
+        # Few registers are worth more than speed here.
+        if aligned:
+            out += _any_ranks(pos_ptrs, weight_ptrs, expert_ptrs, s_ptr, table, slot, num_experts, s_stride, widest, d,
+                              d_mask, TOP_K, BLOCK_D, BLOCK_R, True, dtype, DIRECT)  # fmt: skip
+        else:
+            out += _any_ranks(pos_ptrs, weight_ptrs, expert_ptrs, s_ptr, table, slot, num_experts, s_stride, widest, d,
+                              d_mask, TOP_K, BLOCK_D, BLOCK_R, False, dtype, DIRECT)  # fmt: skip
+    return out, d, d_mask
+
+
+@triton.jit
+def _store(out_ptr, token, slot, num_slots, out, d, d_mask, D: tl.constexpr):
+    """One token's columns d; NaN rather than a base answer for a slot that the table does not have."""
+    out = tl.where(slot < num_slots, out, float("nan"))
+    tl.store(out_ptr + token * D + d, out.to(out_ptr.dtype.element_ty), mask=d_mask)
 
 
 @triton.jit(do_not_specialize=["num_experts", "num_slots"])
 def combine_kernel(y_row_ptr, expert_ptr, weight_ptr, slot_ptr, out_ptr, s_ptr, row_pos_ptr, table, num_experts,
                    num_slots, s_stride, D: tl.constexpr, TOP_K: tl.constexpr, HAS_LORA: tl.constexpr,
-                   BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EARLY: tl.constexpr,
-                   DIRECT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, DIRECT: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
     """y[t, d] = sum over k of weight[t, k] * (y_row[pos(t, k), d] + s2[pos(t, k)] B_down^T[d]).
 
     Remote rows (position -1) add nothing; a token without any local row gets zeros. A slot that the table does not have
-    gives NaN rather than a base answer. fp32 sums, k = 0 first, whatever the block sizes.
-    EARLY: positions, table and B are read before the wait for the GEMM, which must have waited before it let this
-    kernel launch; BLOCK_K: TOP_K or more, a power of two.
+    gives NaN rather than a base answer. fp32 sums, k = 0 first, whatever the block sizes. BLOCK_K: TOP_K or more, a
+    power of two. Positions, table and B are read before the wait for the GEMM. Tokens without adapter, or with one of
+    NARROW_RANK at most, take wider blocks of columns: the first programs do all of theirs.
     """
     let_next_launch(PDL)
-    if not EARLY:
-        wait_for_data(PDL)
     token = tl.program_id(0).to(tl.int64)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    d_mask = d < D
     row = token * TOP_K
-    slot = tl.load(slot_ptr + token, cache_modifier=".cg" if EARLY else "").to(tl.int32)
-    expands = (slot >= 0) & (slot < num_slots)
-    if EARLY:
-        b_DKR, r_mask, pos_k, weight_k, fits = _read_b(row_pos_ptr, expert_ptr, weight_ptr, table, row, slot, expands,
-                                                       num_experts, d, d_mask, TOP_K, BLOCK_K, BLOCK_R,
-                                                       y_row_ptr.dtype.element_ty, DIRECT)  # fmt: skip
-        wait_for_data(PDL)
-    out = tl.zeros([BLOCK_D], tl.float32)
-    for k in tl.static_range(TOP_K):
-        pos = _position(row_pos_ptr, expert_ptr, row + k, num_experts, DIRECT)
-        weight = tl.load(weight_ptr + row + k).to(tl.float32)
-        y = tl.load(y_row_ptr + pos.to(tl.int64) * D + d, mask=d_mask & (pos >= 0), other=0.0).to(tl.float32)
-        out += y * tl.where(pos >= 0, weight, 0.0)
-    if EARLY:
-        s_ptrs = s_ptr + pos_k.to(tl.int64)[:, None] * s_stride + tl.arange(0, BLOCK_R)[None, :]
-        s_KR = tl.load(s_ptrs, mask=r_mask, other=0.0).to(tl.float32) * weight_k[:, None]
-        delta = tl.sum(tl.sum(b_DKR.to(tl.float32) * s_KR[None, :, :], 1), 1)
-        out = tl.where(expands & fits, out + delta, out)
-        expands = expands & (fits == 0)
+    pos_ptrs = row_pos_ptr + row
+    weight_ptrs = weight_ptr + row
+    expert_ptrs = expert_ptr + row
+    slot = tl.load(slot_ptr + token, cache_modifier=".cg").to(tl.int32)
     if HAS_LORA:
-        if expands:
-            dtype: tl.constexpr = y_row_ptr.dtype.element_ty
-            max_rank = 0
-            odd = 0
-            for k in tl.static_range(TOP_K):
-                expert = tl.load(expert_ptr + row + k).to(tl.int32)
-                record = (slot * num_experts + expert) * 3 + 2
-                lora_rank = tl.load(table.lora_rank + record, mask=expert >= 0, other=0)
-                max_rank = tl.maximum(max_rank, lora_rank)
-                odd += lora_rank % 8
-            acc = tl.zeros([BLOCK_D, BLOCK_R], tl.float32)
-            if EARLY:
-                # Only what does not fit one rank block comes here: few registers are worth more than speed.
-                acc = _expand_rows(acc, row_pos_ptr, expert_ptr, weight_ptr, s_ptr, table, row, slot, num_experts,
-                                   s_stride, max_rank, d, d_mask, TOP_K, BLOCK_R, False, False, dtype,
-                                   DIRECT)  # fmt: skip
-            elif odd == 0:
-                acc = _expand_rows(acc, row_pos_ptr, expert_ptr, weight_ptr, s_ptr, table, row, slot, num_experts,
-                                   s_stride, max_rank, d, d_mask, TOP_K, BLOCK_R, True, True, dtype,
-                                   DIRECT)  # fmt: skip
+        k = tl.arange(0, BLOCK_K)
+        inside = k < TOP_K
+        expert_k = tl.load(expert_ptrs + k, mask=inside, other=-1, cache_modifier=".cg").to(tl.int32)
+        if DIRECT > 0:
+            pos_k = tl.where((expert_k >= 0) & (expert_k < num_experts), k, -1)
+        else:
+            pos_k = tl.load(pos_ptrs + k, mask=inside, other=-1, cache_modifier=".cg")
+        weight_k = tl.load(weight_ptrs + k, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        record_k = (slot * num_experts + expert_k) * 3 + 2
+        looks = (slot >= 0) & (slot < num_slots) & (pos_k >= 0)
+        rank_k = tl.load(table.lora_rank + record_k, mask=looks, other=0, cache_modifier=".cg")
+        address_k = tl.load(table.b_address + record_k, mask=looks, other=0, cache_modifier=".cg")
+        if BLOCK_R > NARROW_RANK and tl.max(rank_k, 0) <= NARROW_RANK:
+            WIDE_D: tl.constexpr = BLOCK_D * BLOCK_R // NARROW_RANK
+            if tl.program_id(1) * WIDE_D < D:
+                out, d, d_mask = _with_delta(y_row_ptr, pos_ptrs, weight_ptrs, expert_ptrs, s_ptr, table, slot,
+                                             num_experts, s_stride, pos_k, weight_k, rank_k, address_k,
+                                             tl.program_id(1) * WIDE_D, D, TOP_K, WIDE_D, NARROW_RANK, DIRECT,
+                                             PDL)  # fmt: skip
+                _store(out_ptr, token, slot, num_slots, out, d, d_mask, D)
             else:
-                acc = _expand_rows(acc, row_pos_ptr, expert_ptr, weight_ptr, s_ptr, table, row, slot, num_experts,
-                                   s_stride, max_rank, d, d_mask, TOP_K, BLOCK_R, False, True, dtype,
-                                   DIRECT)  # fmt: skip
-            out += tl.sum(acc, 1)
-    out = tl.where(slot < num_slots, out, float("nan"))
-    tl.store(out_ptr + token * D + d, out.to(out_ptr.dtype.element_ty), mask=d_mask)
+                wait_for_data(PDL)
+        else:
+            out, d, d_mask = _with_delta(y_row_ptr, pos_ptrs, weight_ptrs, expert_ptrs, s_ptr, table, slot,
+                                         num_experts, s_stride, pos_k, weight_k, rank_k, address_k,
+                                         tl.program_id(1) * BLOCK_D, D, TOP_K, BLOCK_D, BLOCK_R, DIRECT,
+                                         PDL)  # fmt: skip
+            _store(out_ptr, token, slot, num_slots, out, d, d_mask, D)
+    else:
+        d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        d_mask = d < D
+        wait_for_data(PDL)
+        out = _weighted_sum(y_row_ptr, pos_ptrs, weight_ptrs, expert_ptrs, num_experts, d, d_mask, D, TOP_K, BLOCK_D,
+                            DIRECT)  # fmt: skip
+        _store(out_ptr, token, slot, num_slots, out, d, d_mask, D)
+
+
+@triton.jit
+def _down_in_one_block(y_row_ptr, s_ptrs, address, lora_rank, pos, row_mask, first, last, D: tl.constexpr,
+                       BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """y_row[pos] += s B^T over columns first to last; the rank is a multiple of 8 and at most BLOCK_R."""
+    dtype: tl.constexpr = y_row_ptr.dtype.element_ty
+    stride = (lora_rank // 8) * 8
+    r = tl.arange(0, BLOCK_R)
+    r_mask = r < stride
+    s = tl.load(s_ptrs[:, None] + r[None, :], mask=row_mask[:, None] & r_mask[None, :], other=0.0)
+    b_row = aligned_pointer(address, dtype) + r[None, :]
+    for d0 in tl.range(first, last, BLOCK_D, num_stages=STAGES):
+        d = d0 + tl.arange(0, BLOCK_D)
+        b_DR = tl.load(b_row + d[:, None] * stride, mask=(d < D)[:, None] & r_mask[None, :], other=0.0)
+        y_ptrs = y_row_ptr + pos[:, None] * D + d[None, :]
+        mask = row_mask[:, None] & (d < D)[None, :]
+        y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+        y = tl.dot(s, tl.trans(b_DR), y, input_precision="ieee")
+        tl.store(y_ptrs, y.to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_experts", "slots_1"])
@@ -182,20 +221,13 @@ def expand_down_kernel(y_row_ptr, s_ptr, route, table, num_experts, slots_1, s_s
         first = tl.program_id(0) * SPAN_D
         last = tl.minimum(first + SPAN_D, D)
         if (lora_rank % 8 == 0) & (lora_rank <= BLOCK_R):
-            if lora_rank > 0:
-                stride = (lora_rank // 8) * 8
-                r = tl.arange(0, BLOCK_R)
-                r_mask = r < stride
-                s = tl.load(s_ptrs[:, None] + r[None, :], mask=row_mask[:, None] & r_mask[None, :], other=0.0)
-                b_row = aligned_pointer(address, dtype) + r[None, :]
-                for d0 in tl.range(first, last, BLOCK_D, num_stages=STAGES):
-                    d = d0 + tl.arange(0, BLOCK_D)
-                    b_DR = tl.load(b_row + d[:, None] * stride, mask=(d < D)[:, None] & r_mask[None, :], other=0.0)
-                    y_ptrs = y_row_ptr + pos[:, None] * D + d[None, :]
-                    mask = row_mask[:, None] & (d < D)[None, :]
-                    y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
-                    y = tl.dot(s, tl.trans(b_DR), y, input_precision="ieee")
-                    tl.store(y_ptrs, y.to(dtype), mask=mask)
+            if BLOCK_R > NARROW_RANK and lora_rank <= NARROW_RANK:
+                if lora_rank > 0:
+                    _down_in_one_block(y_row_ptr, s_ptrs, address, lora_rank, pos, row_mask, first, last, D, BLOCK_D,
+                                       NARROW_RANK, STAGES)  # fmt: skip
+            elif lora_rank > 0:
+                _down_in_one_block(y_row_ptr, s_ptrs, address, lora_rank, pos, row_mask, first, last, D, BLOCK_D,
+                                   BLOCK_R, STAGES)  # fmt: skip
         else:
             for d0 in range(first, last, BLOCK_D):
                 d = d0 + tl.arange(0, BLOCK_D)

@@ -54,14 +54,8 @@ class MoEConfig:
     expand_down: str = "combine"
     """Where the down delta is added: combine (row by row) | grouped (its own launch, one pair tile a program) |
     epilogue (of the down GEMM; the fused path's only choice)."""
-    delta_columns: int = 0
-    """Extra K columns of one step of an epilogue that adds deltas by a list of its tile's adapters (32 or 64); 0: it
-    walks the slots between the tile's first and last, 64 columns a step."""
-    ask_for_b: bool = False
-    """With such a list: a GEMM's programs ask for the B of their adapters into L2 before their main loop."""
-    early_lookups: bool = False
-    """With pdl, where combine adds the down deltas: activation and combine look up the table, and read B, before they
-    wait for the GEMM."""
+    delta_columns: int = 64
+    """Extra K columns of one step of an epilogue that adds deltas (32 or 64)."""
     block_f: int = 128
     """Columns of an activation tile."""
     span: int = 1
@@ -80,13 +74,12 @@ class MoEConfig:
     down_shrink_splits: int = 1
     """The same for the sum over F of a down shrink."""
     pdl: bool = False
-    """Programmatic dependent launch: each kernel launches while the one before it drains."""
+    """Programmatic dependent launch: each kernel launches while the one before it drains. In the fused path only beside
+    adapters, where a GEMM's main loop then begins beside the last shrinks."""
 
     def __post_init__(self) -> None:
-        if self.delta_columns not in (0, 32, 64):
-            raise ValueError(f"delta_columns must be 0, 32 or 64, got {self.delta_columns}")
-        if self.ask_for_b and not self.delta_columns:
-            raise ValueError("ask_for_b goes by the list that delta_columns asks for, which is 0")
+        if self.delta_columns not in (32, 64):
+            raise ValueError(f"delta_columns must be 32 or 64, got {self.delta_columns}")
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

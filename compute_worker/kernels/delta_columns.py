@@ -1,7 +1,6 @@
 """LoRA deltas in the epilogue of a GEMM over base tiles, by a list of the columns that each tile needs.
 
-`deltas.py` walks all adapter slots between the first and the last of a tile. Here the launch of the shrinks, which
-comes before the GEMM anyway, writes for each base tile the list of its groups of GROUP extra K columns: those of the
+A launch before the shrinks writes, for each base tile, the list of its groups of GROUP extra K columns: those of the
 adapters that have rows in the tile, each as many as its own rank takes, one adapter after another. The epilogue goes
 through the list: it reads no B that no row needs, and adapters of different ranks stand beside each other in one step.
 
@@ -23,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from compute_worker.kernels.lora import let_next_launch, wait_for_data
 from compute_worker.kernels.tiles import base_tile, bin_of_rows
 
 GROUP = 16
@@ -44,19 +44,18 @@ def max_groups(block_m: int, num_slots: int, max_lora_rank: int) -> int:
 
 
 @triton.jit
-def list_columns(tile, route, columns, table, num_experts, slots_1, max_groups, FIRST_PROJ: tl.constexpr,
-                 NUM_PROJ: tl.constexpr, B_STEP: tl.constexpr, BLOCK_M: tl.constexpr, DTYPE: tl.constexpr,
-                 DIRECT: tl.constexpr):  # fmt: skip
+def _list_columns(tile, route, columns, table, num_experts, slots_1, max_groups, FIRST_PROJ: tl.constexpr,
+                  NUM_PROJ: tl.constexpr, B_STEP: tl.constexpr, BLOCK_M: tl.constexpr, ITEM_BYTES: tl.constexpr,
+                  DIRECT: tl.constexpr):  # fmt: skip
     """Write the list of one base tile, for table columns FIRST_PROJ and, with NUM_PROJ 2, the next.
 
     B_STEP: rows of B from one output row to the next where gate and up share a pair.
     """
-    valid, _, _, expert, start, count = base_tile(route, tile, num_experts, 1, True, DIRECT)
+    valid, _, _, expert, start, count = base_tile(route, tile, num_experts, 1, True, DIRECT, "")
     if valid:
-        ITEM_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
         m = tl.arange(0, BLOCK_M)
         row_mask = m < count
-        bin_m = bin_of_rows(route, expert, start + m, row_mask, slots_1, DIRECT)
+        bin_m = bin_of_rows(route, expert, start + m, row_mask, slots_1, DIRECT, "")
         if DIRECT > 0:
             before_m = tl.full([BLOCK_M], -1, tl.int32)
         else:
@@ -89,29 +88,23 @@ def list_columns(tile, route, columns, table, num_experts, slots_1, max_groups, 
                 tl.store(columns.words + word + 1, bin_m.to(tl.int64) | (high.to(tl.int64) << 32), mask=here)
 
 
-@triton.jit
-def ask_for_columns(words, count, n_first, N: tl.constexpr, BLOCK_N: tl.constexpr, NUM_PROJ: tl.constexpr,
-                    B_STEP: tl.constexpr, DTYPE: tl.constexpr, THREADS: tl.constexpr):  # fmt: skip
-    """Ask for the B rows n_first to n_first + BLOCK_N of a tile's adapters into L2, long before they are needed.
+@triton.jit(do_not_specialize=["num_tiles", "num_experts", "slots_1", "max_groups"])
+def list_columns_kernel(route, gate_up, down, table, num_tiles, num_experts, slots_1, max_groups, B_STEP: tl.constexpr,
+                        BLOCK_M: tl.constexpr, ITEM_BYTES: tl.constexpr, DIRECT: tl.constexpr,
+                        PDL: tl.constexpr):  # fmt: skip
+    """The lists of all base tiles, one program each: first of gate and up, then of down.
 
-    One group a thread; of an adapter the first group asks for all. It also brings the list itself near. A hint: groups
-    past THREADS, and the up rows of an interleaved pair (they lie between the gate's), are not asked for.
+    num_tiles: programs of each kind. ITEM_BYTES: of an element of B.
     """
-    ITEM_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 8
-    g = tl.arange(0, THREADS)
-    inside = g < count
-    for p in tl.static_range(NUM_PROJ if B_STEP == 1 else 1):
-        address = tl.load(words + (g * NUM_PROJ + p) * 2, mask=inside, other=0)
-        high = (tl.load(words + (g * NUM_PROJ + p) * 2 + 1, mask=inside, other=0) >> 32).to(tl.int32)
-        row_bytes = (high & 2047) * ITEM_BYTES
-        asks = ((high >> 11) & 31 > 0) & ((high >> 16) & 31 == 0)
-        num_bytes = tl.where(asks, tl.minimum(N - n_first, BLOCK_N) * row_bytes // 16 * 16, 0)
-        begin = (address + n_first.to(tl.int64) * row_bytes) // 16 * 16
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.u32 p, $2, 0;"
-            " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r", [begin, num_bytes], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    wait_for_data(PDL)
+    let_next_launch(PDL)
+    pid = tl.program_id(0)
+    if pid < num_tiles:
+        _list_columns(pid, route, gate_up, table, num_experts, slots_1, max_groups, 0, 2, B_STEP, BLOCK_M, ITEM_BYTES,
+                      DIRECT)  # fmt: skip
+    else:
+        _list_columns(pid - num_tiles, route, down, table, num_experts, slots_1, max_groups, 2, 1, 1, BLOCK_M,
+                      ITEM_BYTES, DIRECT)  # fmt: skip
 
 
 @triton.jit

@@ -2,13 +2,16 @@
 
 `expert_gemm_kernel` computes out[pos] = x[row] @ W[expert]^T. Its grid may start with shrink tiles: they read the same
 rows but other weights, so their bytes share the memory stream of the base weights. Its epilogue may add expanded deltas
-(EXPAND_PROJ), by walking slots (`deltas.py`) or, COLUMNS > 0, by the tile's list (`delta_columns.py`).
+(EXPANDS), by the tile's list (`delta_columns.py`).
 `gate_up_act_kernel` computes gate and up columns side by side, adds their deltas and stores only the activation.
 `shrink_kernel` is the shrink alone, for the fused path, where it must finish before the GEMM starts.
 
 An expert's last tile may hold few rows: up to TAIL_M of them run in a body of TAIL_M rows (0: there is one body only).
 Base results do not depend on adapters: the K order of every sum is that of BLOCK_K in both bodies, and the shrink
 results of other rows are masked to zero before they meet an adapter's B.
+
+Launch order under programmatic dependent launch: a kernel lets the next one launch only after its own wait, so that all
+before it have ended; a GEMM that adds deltas in its epilogue begins beside the shrinks and waits for them there.
 """
 
 from __future__ import annotations
@@ -17,39 +20,33 @@ import triton
 import triton.language as tl
 
 from compute_worker.kernels.activation import activate
-from compute_worker.kernels.delta_columns import add_listed_deltas, ask_for_columns, list_columns
-from compute_worker.kernels.deltas import add_deltas, slots_of_tile
-from compute_worker.kernels.lora import let_next_launch, shrink_tile, wait_for_data, wait_for_previous
-from compute_worker.kernels.tiles import base_tile, bin_of_rows, gathered_row
+from compute_worker.kernels.delta_columns import add_listed_deltas
+from compute_worker.kernels.lora import let_next_launch, shrink_tile, wait_for_data
+from compute_worker.kernels.tiles import base_tile, bin_of_rows, row_of_base_tile
 
 
 @triton.jit
-def _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns, tile, expert, start, count, n_block,
-               num_experts, slots_1, num_rows, s_stride, max_groups, N: tl.constexpr, K: tl.constexpr,
-               TOP_K: tl.constexpr, EXPAND_PROJ: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
-               BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr,
-               USE_TMA: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr, ASK_THREADS: tl.constexpr,
-               DIRECT: tl.constexpr):  # fmt: skip
-    """One BLOCK_M x BLOCK_N tile of out."""
+def _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns, x_row, tile, expert, start, count, n_block,
+               slots_1, num_rows, s_stride, max_groups, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
+               EXPANDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+               BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, USE_TMA: tl.constexpr,
+               COLUMNS: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One BLOCK_M x BLOCK_N tile of out. x_row: of `row_of_base_tile`; not used where TOP_K is 0."""
     m = tl.arange(0, BLOCK_M)
     row_mask = m < count
     pos = start + m
     n = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n < N
     k = tl.arange(0, BLOCK_K)
-    x_ptrs = x_ptr + gathered_row(route, pos, row_mask, TOP_K, DIRECT)[:, None] * K + k[None, :]
-    if EXPAND_PROJ >= 0:
+    if TOP_K == 0:
+        x_row = pos
+    x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * K + k[None, :]
+    if EXPANDS:
         # Looked up before the long loop, so that the epilogue need not wait for them one after the other.
-        rows_bin = bin_of_rows(route, expert, pos, row_mask, slots_1, DIRECT)
-        widest = tl.load(table.widest)
-        if COLUMNS > 0:
-            num_groups = tl.load(columns.num_groups + tile)
-            words = columns.words + tile.to(tl.int64) * max_groups * 2
-            if ASK_THREADS > 0:
-                ask_for_columns(words, num_groups, n_block * BLOCK_N, N, BLOCK_N, 1, 1, x_ptr.dtype.element_ty,
-                                ASK_THREADS)  # fmt: skip
-        else:
-            first_slot, last_slot = slots_of_tile(route, start, count, slots_1, DIRECT)
+        rows_bin = bin_of_rows(route, expert, pos, row_mask, slots_1, DIRECT, ".cg")
+        widest = tl.load(table.widest, cache_modifier=".cg")
+        num_groups = tl.load(columns.num_groups + tile, cache_modifier=".cg")
+        words = columns.words + tile.to(tl.int64) * max_groups * 2
     if not USE_TMA:
         w_ptrs = w + expert.to(tl.int64) * (N * K) + n[:, None] * K + k[None, :]
     if SWAP:
@@ -75,14 +72,10 @@ def _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns, tile, 
         acc = tl.trans(acc)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + expert.to(tl.int64) * N + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
-    if EXPAND_PROJ >= 0:
-        if COLUMNS > 0:
-            acc, _ = add_listed_deltas(acc, acc, widest, words, num_groups, n, n_mask, rows_bin, pos, s_ptr, num_rows,
-                                       s_stride, 1, COLUMNS, x_ptr.dtype.element_ty)  # fmt: skip
-        else:
-            acc, _ = add_deltas(acc, acc, widest, first_slot, last_slot, expert, n, n_mask, rows_bin, pos, s_ptr,
-                                table, num_experts, slots_1, num_rows, s_stride, 1, EXPAND_PROJ, 1, BLOCK_R,
-                                x_ptr.dtype.element_ty)  # fmt: skip
+    if EXPANDS:
+        wait_for_data(PDL)
+        acc, _ = add_listed_deltas(acc, acc, widest, words, num_groups, n, n_mask, rows_bin, pos, s_ptr, num_rows,
+                                   s_stride, 1, COLUMNS, x_ptr.dtype.element_ty)  # fmt: skip
     out_ptrs = out_ptr + pos.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
 
@@ -90,27 +83,24 @@ def _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns, tile, 
 @triton.jit(do_not_specialize=["num_shrink", "num_experts", "slots_1", "num_rows", "max_groups"])
 def expert_gemm_kernel(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns, num_shrink, num_experts, slots_1,
                        num_rows, s_stride, max_groups, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-                       SHRINK_PROJ: tl.constexpr, NUM_PROJ: tl.constexpr, EXPAND_PROJ: tl.constexpr,
+                       SHRINK_PROJ: tl.constexpr, NUM_PROJ: tl.constexpr, EXPANDS: tl.constexpr,
                        HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr, BLOCK_N: tl.constexpr,
                        BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr, USE_TMA: tl.constexpr,
                        N_FASTEST: tl.constexpr, PAIR_BLOCK_M: tl.constexpr, SHRINK_BLOCK_C: tl.constexpr,
                        SHRINK_BLOCK_K: tl.constexpr, SHRINK_STAGES: tl.constexpr, BLOCK_R: tl.constexpr,
-                       COLUMNS: tl.constexpr, ASK_THREADS: tl.constexpr, LATE_LAUNCH: tl.constexpr,
-                       DIRECT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                       COLUMNS: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program: a shrink tile if its id is below num_shrink, else one BLOCK_M x BLOCK_N base tile.
 
-    NUM_PROJ: shrink columns, from SHRINK_PROJ on (0: none). EXPAND_PROJ: table column whose delta the epilogue adds
-    (-1: none). SWAP: weights as the M side of the product, so that 16 rows still use the wide matrix instructions.
-    LATE_LAUNCH: the next kernel launches only when the one before this has ended, and may read what that one wrote
-    without a wait.
+    NUM_PROJ: shrink columns, from SHRINK_PROJ on (0: none). EXPANDS: the epilogue adds deltas, of a kernel that ran
+    before this one; the list in columns and all that the main loop reads must have been complete when that began.
+    SWAP: weights as the M side of the product, so that 16 rows still use the wide matrix instructions.
     """
     pid = tl.program_id(0)
     NUM_N_BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    if LATE_LAUNCH:
+    CACHE: tl.constexpr = ".cg" if EXPANDS else ""
+    if not EXPANDS:
         wait_for_data(PDL)
-        let_next_launch(PDL)
-    else:
-        wait_for_previous(PDL)
+    let_next_launch(PDL)
     if pid < num_shrink:
         if NUM_PROJ > 0:
             shrink_tile(pid, x_ptr, s_ptr, s_ptr, route, table, num_experts, slots_1, num_rows, s_stride, K, TOP_K,
@@ -118,29 +108,34 @@ def expert_gemm_kernel(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns
                         DIRECT)  # fmt: skip
     else:
         valid, tile, n_block, expert, start, count = base_tile(route, pid - num_shrink, num_experts, NUM_N_BLOCKS,
-                                                               N_FASTEST, DIRECT)  # fmt: skip
+                                                               N_FASTEST, DIRECT, CACHE)  # fmt: skip
+        x_row = start
+        tail_x_row = start
+        if TOP_K > 0:
+            x_row = row_of_base_tile(route, tile, BLOCK_M, BLOCK_M, TOP_K, DIRECT, CACHE)
+            if TAIL_M > 0:
+                tail_x_row = row_of_base_tile(route, tile, BLOCK_M, TAIL_M, TOP_K, DIRECT, CACHE)
         if valid:
             if TAIL_M > 0 and count <= TAIL_M:
-                _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns, tile, expert, start, count,
-                           n_block, num_experts, slots_1, num_rows, s_stride, max_groups, N, K, TOP_K, EXPAND_PROJ,
-                           HAS_BIAS, TAIL_M, BLOCK_N, BLOCK_K, STAGES, SWAP, USE_TMA, BLOCK_R, COLUMNS, ASK_THREADS,
-                           DIRECT)  # fmt: skip
+                _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns, tail_x_row, tile, expert, start,
+                           count, n_block, slots_1, num_rows, s_stride, max_groups, N, K, TOP_K, EXPANDS, HAS_BIAS,
+                           TAIL_M, BLOCK_N, BLOCK_K, STAGES, SWAP, USE_TMA, COLUMNS, DIRECT, PDL)  # fmt: skip
             else:
-                _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns, tile, expert, start, count,
-                           n_block, num_experts, slots_1, num_rows, s_stride, max_groups, N, K, TOP_K, EXPAND_PROJ,
-                           HAS_BIAS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SWAP, USE_TMA, BLOCK_R, COLUMNS, ASK_THREADS,
-                           DIRECT)  # fmt: skip
+                _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns, x_row, tile, expert, start,
+                           count, n_block, slots_1, num_rows, s_stride, max_groups, N, K, TOP_K, EXPANDS, HAS_BIAS,
+                           BLOCK_M, BLOCK_N, BLOCK_K, STAGES, SWAP, USE_TMA, COLUMNS, DIRECT, PDL)  # fmt: skip
+        elif EXPANDS:
+            wait_for_data(PDL)
 
 
 @triton.jit
-def _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns, tile, expert, start, count, f_block,
-                      num_experts, slots_1, num_rows, s_stride, max_groups, alpha, limit, F: tl.constexpr,
-                      K: tl.constexpr, TOP_K: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr,
-                      HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr,
-                      BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_TMA: tl.constexpr, WIDE: tl.constexpr,
-                      BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr, ASK_THREADS: tl.constexpr,
-                      DIRECT: tl.constexpr):  # fmt: skip
-    """One BLOCK_M x BLOCK_F tile of act."""
+def _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns, x_row, tile, expert, start, count,
+                      f_block, slots_1, num_rows, s_stride, max_groups, alpha, limit, F: tl.constexpr,
+                      K: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LORA: tl.constexpr,
+                      HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr,
+                      STAGES: tl.constexpr, USE_TMA: tl.constexpr, WIDE: tl.constexpr, COLUMNS: tl.constexpr,
+                      DIRECT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One BLOCK_M x BLOCK_F tile of act. x_row: of `row_of_base_tile`."""
     m = tl.arange(0, BLOCK_M)
     row_mask = m < count
     pos = start + m
@@ -149,20 +144,13 @@ def _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns,
     k = tl.arange(0, BLOCK_K)
     gate_row = 2 * f if INTERLEAVED else f
     up_row = 2 * f + 1 if INTERLEAVED else F + f
-    x_ptrs = x_ptr + gathered_row(route, pos, row_mask, TOP_K, DIRECT)[:, None] * K + k[None, :]
-    B_STEP: tl.constexpr = 2 if INTERLEAVED else 1
+    x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * K + k[None, :]
     if HAS_LORA:
         # Looked up before the long loop, so that the epilogue need not wait for them one after the other.
-        rows_bin = bin_of_rows(route, expert, pos, row_mask, slots_1, DIRECT)
-        widest = tl.load(table.widest)
-        if COLUMNS > 0:
-            num_groups = tl.load(columns.num_groups + tile)
-            words = columns.words + tile.to(tl.int64) * max_groups * 4
-            if ASK_THREADS > 0:
-                ask_for_columns(words, num_groups, f_block * BLOCK_F, F, BLOCK_F, 2, B_STEP, x_ptr.dtype.element_ty,
-                                ASK_THREADS)  # fmt: skip
-        else:
-            first_slot, last_slot = slots_of_tile(route, start, count, slots_1, DIRECT)
+        rows_bin = bin_of_rows(route, expert, pos, row_mask, slots_1, DIRECT, ".cg")
+        widest = tl.load(table.widest, cache_modifier=".cg")
+        num_groups = tl.load(columns.num_groups + tile, cache_modifier=".cg")
+        words = columns.words + tile.to(tl.int64) * max_groups * 4
     if not USE_TMA:
         w_expert = w + expert.to(tl.int64) * (2 * F * K)
         gate_ptrs = w_expert + gate_row[:, None] * K + k[None, :]
@@ -201,13 +189,9 @@ def _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns,
         gate += tl.load(bias_row + gate_row, mask=f_mask, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias_row + up_row, mask=f_mask, other=0.0).to(tl.float32)[None, :]
     if HAS_LORA:
-        if COLUMNS > 0:
-            gate, up = add_listed_deltas(gate, up, widest, words, num_groups, f, f_mask, rows_bin, pos, s_ptr,
-                                         num_rows, s_stride, 2, COLUMNS, x_ptr.dtype.element_ty)  # fmt: skip
-        else:
-            gate, up = add_deltas(gate, up, widest, first_slot, last_slot, expert, f, f_mask, rows_bin, pos, s_ptr,
-                                  table, num_experts, slots_1, num_rows, s_stride, B_STEP, 0, 2, BLOCK_R,
-                                  x_ptr.dtype.element_ty)  # fmt: skip
+        wait_for_data(PDL)
+        gate, up = add_listed_deltas(gate, up, widest, words, num_groups, f, f_mask, rows_bin, pos, s_ptr, num_rows,
+                                     s_stride, 2, COLUMNS, x_ptr.dtype.element_ty)  # fmt: skip
     act = activate(gate, up, alpha, limit, ACTIVATION)
     act_ptrs = act_ptr + pos.to(tl.int64)[:, None] * F + f[None, :]
     tl.store(act_ptrs, act.to(act_ptr.dtype.element_ty), mask=row_mask[:, None] & f_mask[None, :])
@@ -219,45 +203,47 @@ def gate_up_act_kernel(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns
                        INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LORA: tl.constexpr,
                        HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr, BLOCK_F: tl.constexpr,
                        BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_TMA: tl.constexpr, WIDE: tl.constexpr,
-                       N_FASTEST: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr,
-                       ASK_THREADS: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                       N_FASTEST: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
+                       PDL: tl.constexpr):  # fmt: skip
     """act[pos] = activation(gate, up) of one BLOCK_M x BLOCK_F tile; gate and up never reach memory.
 
-    WIDE: w is a descriptor of [2 e, F, K] whose blocks hold gate rows and the up rows beside them.
+    WIDE: w is a descriptor of [2 e, F, K] whose blocks hold gate rows and the up rows beside them. HAS_LORA: as EXPANDS
+    of `expert_gemm_kernel`.
     """
-    wait_for_previous(PDL)
     NUM_F_BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
+    CACHE: tl.constexpr = ".cg" if HAS_LORA else ""
+    if not HAS_LORA:
+        wait_for_data(PDL)
+    let_next_launch(PDL)
     valid, tile, f_block, expert, start, count = base_tile(route, tl.program_id(0), num_experts, NUM_F_BLOCKS,
-                                                           N_FASTEST, DIRECT)  # fmt: skip
+                                                           N_FASTEST, DIRECT, CACHE)  # fmt: skip
+    x_row = row_of_base_tile(route, tile, BLOCK_M, BLOCK_M, TOP_K, DIRECT, CACHE)
+    tail_x_row = x_row
+    if TAIL_M > 0:
+        tail_x_row = row_of_base_tile(route, tile, BLOCK_M, TAIL_M, TOP_K, DIRECT, CACHE)
     if valid:
         if TAIL_M > 0 and count <= TAIL_M:
-            _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns, tile, expert, start, count,
-                              f_block, num_experts, slots_1, num_rows, s_stride, max_groups, alpha, limit, F, K, TOP_K,
+            _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns, tail_x_row, tile, expert,
+                              start, count, f_block, slots_1, num_rows, s_stride, max_groups, alpha, limit, F, K,
                               INTERLEAVED, ACTIVATION, HAS_LORA, HAS_BIAS, TAIL_M, BLOCK_F, BLOCK_K, STAGES, USE_TMA,
-                              WIDE, BLOCK_R, COLUMNS, ASK_THREADS, DIRECT)  # fmt: skip
+                              WIDE, COLUMNS, DIRECT, PDL)  # fmt: skip
         else:
-            _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns, tile, expert, start, count,
-                              f_block, num_experts, slots_1, num_rows, s_stride, max_groups, alpha, limit, F, K, TOP_K,
+            _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns, x_row, tile, expert,
+                              start, count, f_block, slots_1, num_rows, s_stride, max_groups, alpha, limit, F, K,
                               INTERLEAVED, ACTIVATION, HAS_LORA, HAS_BIAS, BLOCK_M, BLOCK_F, BLOCK_K, STAGES, USE_TMA,
-                              WIDE, BLOCK_R, COLUMNS, ASK_THREADS, DIRECT)  # fmt: skip
+                              WIDE, COLUMNS, DIRECT, PDL)  # fmt: skip
+    elif HAS_LORA:
+        wait_for_data(PDL)
 
 
-@triton.jit(do_not_specialize=["num_shrinks", "num_experts", "slots_1", "num_rows", "max_groups"])
-def shrink_kernel(x_ptr, s_ptr, partial_ptr, route, table, columns, num_shrinks, num_experts, slots_1, num_rows,
-                  s_stride, max_groups, K: tl.constexpr, TOP_K: tl.constexpr, FIRST_PROJ: tl.constexpr,
-                  NUM_PROJ: tl.constexpr, B_STEP: tl.constexpr, LISTS: tl.constexpr, BASE_BLOCK_M: tl.constexpr,
-                  PAIR_BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-                  SPLITS: tl.constexpr, STAGES: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """The shrink tiles alone: s[proj, pos] = x[row] @ A[slot, expert, FIRST_PROJ + proj]^T.
-
-    LISTS: the programs after the first num_shrinks list the columns of a base tile each, for the GEMM that follows.
-    They come last, where the last shrinks leave room.
-    """
-    wait_for_previous(PDL)
-    pid = tl.program_id(0)
-    if LISTS and pid >= num_shrinks:
-        list_columns(pid - num_shrinks, route, columns, table, num_experts, slots_1, max_groups, FIRST_PROJ, NUM_PROJ,
-                     B_STEP, BASE_BLOCK_M, x_ptr.dtype.element_ty, DIRECT)  # fmt: skip
-    else:
-        shrink_tile(pid, x_ptr, s_ptr, partial_ptr, route, table, num_experts, slots_1, num_rows, s_stride, K, TOP_K,
-                    FIRST_PROJ, NUM_PROJ, PAIR_BLOCK_M, BLOCK_C, BLOCK_K, BLOCK_R, SPLITS, STAGES, DIRECT)  # fmt: skip
+@triton.jit(do_not_specialize=["num_experts", "slots_1", "num_rows"])
+def shrink_kernel(x_ptr, s_ptr, partial_ptr, route, table, num_experts, slots_1, num_rows, s_stride, K: tl.constexpr,
+                  TOP_K: tl.constexpr, FIRST_PROJ: tl.constexpr, NUM_PROJ: tl.constexpr, PAIR_BLOCK_M: tl.constexpr,
+                  BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, SPLITS: tl.constexpr,
+                  STAGES: tl.constexpr, DIRECT: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """The shrink tiles alone: s[proj, pos] = x[row] @ A[slot, expert, FIRST_PROJ + proj]^T."""
+    wait_for_data(PDL)
+    let_next_launch(PDL)
+    shrink_tile(tl.program_id(0), x_ptr, s_ptr, partial_ptr, route, table, num_experts, slots_1, num_rows, s_stride, K,
+                TOP_K, FIRST_PROJ, NUM_PROJ, PAIR_BLOCK_M, BLOCK_C, BLOCK_K, BLOCK_R, SPLITS, STAGES,
+                DIRECT)  # fmt: skip

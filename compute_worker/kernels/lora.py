@@ -13,6 +13,9 @@ import triton.language as tl
 
 from compute_worker.kernels.tiles import gathered_row, pair_tile
 
+NARROW_RANK = tl.constexpr(16)
+"""Adapters of this rank and less have rank blocks of their own in a table of wider ones."""
+
 
 @triton.jit
 def aligned_pointer(address, DTYPE: tl.constexpr):

@@ -3,7 +3,7 @@
 Split path (decode; at most six launches):
     route | gate/up GEMM + A shrinks | activation + B | down GEMM + A shrink | [grouped down B] | combine + B
 Fused path (prefill):
-    route | A shrinks | gate/up GEMM + B + activation | A shrink | down GEMM + B | combine
+    route | lists of columns | A shrinks | gate/up GEMM + B + activation | A shrink | down GEMM + B | combine
 
 Legend: T tokens, K experts per token, n = T * K rows, e local experts, D model dim, F expert dim, R lora rank.
 """
@@ -22,7 +22,7 @@ from compute_worker.kernels.activation import activation_kernel
 from compute_worker.kernels.adapter_table import AdapterTable, KernelTable
 from compute_worker.kernels.combine import combine_kernel, expand_down_kernel
 from compute_worker.kernels.config import GemmTile, MoEConfig, choose_config
-from compute_worker.kernels.delta_columns import Columns, max_groups
+from compute_worker.kernels.delta_columns import Columns, list_columns_kernel, max_groups
 from compute_worker.kernels.gemm import expert_gemm_kernel, gate_up_act_kernel, shrink_kernel
 from compute_worker.kernels.layout import MoEWeights
 from compute_worker.kernels.route import Route, build_route, max_base_tiles, max_pair_tiles, unsorted_route
@@ -68,7 +68,8 @@ class _Step:
 
     @property
     def pdl(self) -> dict[str, bool]:
-        on = self.config.pdl and on_gpu(self.x_TD)
+        # The fused path overlaps the shrinks with the GEMM after them; without adapters it has nothing to overlap.
+        on = self.config.pdl and on_gpu(self.x_TD) and (self.table is not None or not self.config.fused)
         return {"PDL": on, "launch_pdl": on}
 
     def shrink_blocks(self, num_proj: int, splits: int = 1) -> dict[str, int]:
@@ -82,8 +83,8 @@ class _Step:
 
     @property
     def max_groups(self) -> int:
-        """Groups of columns that a base tile may have; 0 where epilogues walk slots."""
-        if self.table is None or not self.config.delta_columns:
+        """Groups of columns that a base tile may have; 0 without a table."""
+        if self.table is None:
             return 0
         return max_groups(self.config.block_m, self.table.num_slots, self.table.max_lora_rank)
 
@@ -91,17 +92,6 @@ class _Step:
     def no_columns(self) -> Columns:
         """What stands in for a list where no kernel reads one."""
         return Columns(self.route.header, self.route.header)
-
-    @property
-    def early(self) -> bool:
-        """Whether the kernels that add deltas in the split path look up and read what they can before they wait."""
-        return self.config.early_lookups and self.table is not None and self.config.expand_down == "combine"
-
-    def delta_constants(self, tile: GemmTile) -> dict[str, int]:
-        """How a GEMM's epilogue finds its deltas."""
-        columns = self.config.delta_columns if self.table else 0
-        asks = columns > 0 and self.config.ask_for_b and on_gpu(self.x_TD)
-        return {"COLUMNS": columns, "ASK_THREADS": 32 * tile.num_warps if asks else 0}
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.x_TD.dtype, device=self.x_TD.device)
@@ -152,8 +142,9 @@ def moe(
         base_tiles=direct or max_base_tiles(n, e, config.block_m),
         pair_tiles=direct or max_pair_tiles(n, e, num_slots, config.pair_block_m), direct=direct,
     )  # fmt: skip
-    act_nF = _gate_up_fused(step, top_k) if config.fused else _gate_up_split(step, top_k)
-    y_nD, down_s = _down(step, act_nF)
+    columns = _list_columns(step) if config.fused else (step.no_columns, step.no_columns)
+    act_nF = _gate_up_fused(step, top_k, columns[0]) if config.fused else _gate_up_split(step, top_k)
+    y_nD, down_s = _down(step, act_nF, columns[1])
     return _combine(step, y_nD, down_s)
 
 
@@ -176,19 +167,40 @@ def _gate_up_split(step: _Step, top_k: int) -> torch.Tensor:
         w.swiglu_alpha, w.swiglu_limit, F=f, GATED=gated, INTERLEAVED=w.interleaved, ACTIVATION=int(w.activation),
         HAS_LORA=table is not None, BLOCK_M=config.pair_block_m, BLOCK_F=config.block_f,
         SPAN_F=config.block_f * config.span, BLOCK_R=step.block_r, STAGES=3 if config.span > 1 else 1,
-        EARLY=step.early, DIRECT=step.direct, num_warps=config.act_warps, **step.pdl,
+        DIRECT=step.direct, num_warps=config.act_warps, **step.pdl,
     )  # fmt: skip
     return act
 
 
-def _gate_up_fused(step: _Step, top_k: int) -> torch.Tensor:
+def _list_columns(step: _Step) -> tuple[Columns, Columns]:
+    """What the epilogues of gate/up and down add to each base tile."""
+    w, table = step.weights, step.table
+    if table is None:
+        return step.no_columns, step.no_columns
+    tiles, device = step.base_tiles, step.x_TD.device
+    gate_up, down = (
+        Columns(
+            torch.empty(tiles, dtype=torch.int32, device=device),
+            torch.empty((tiles, step.max_groups, num_proj, 2), dtype=torch.int64, device=device),
+        )
+        for num_proj in (2, 1)
+    )
+    list_columns_kernel[(2 * tiles,)](
+        step.route, gate_up, down, step.pointers, tiles, w.num_experts, step.slots_1, step.max_groups,
+        B_STEP=2 if w.interleaved else 1, BLOCK_M=step.config.block_m, ITEM_BYTES=step.x_TD.element_size(),
+        DIRECT=step.direct, num_warps=4, **step.pdl,
+    )  # fmt: skip
+    return gate_up, down
+
+
+def _gate_up_fused(step: _Step, top_k: int, columns: Columns) -> torch.Tensor:
     """act [n, F]: shrinks alone, then one GEMM whose epilogue expands and activates."""
     w, config, tile = step.weights, step.config, step.config.gate_up
     if not w.activation.gated:
         raise ValueError(f"the fused path needs a gated activation, got {w.activation.name}: use a split configuration")
-    s, columns = step.shrunk(2), step.no_columns
+    s = step.shrunk(2)
     if step.table is not None:
-        columns = _shrink(step, step.x_TD, s, top_k, 0, 2, config.shrink_splits)
+        _shrink(step, step.x_TD, s, top_k, 0, 2, config.shrink_splits)
     f, d = w.intermediate_size, w.hidden_size
     act = step.empty(step.num_rows, f)
     tma = tile.tma and not w.interleaved and f % tile.block_n == 0
@@ -201,13 +213,13 @@ def _gate_up_fused(step: _Step, top_k: int) -> torch.Tensor:
         w.swiglu_alpha, w.swiglu_limit, F=f, K=d, TOP_K=top_k, INTERLEAVED=w.interleaved, ACTIVATION=int(w.activation),
         HAS_LORA=step.table is not None, HAS_BIAS=w.gate_up_bias_eN is not None, BLOCK_M=config.block_m,
         TAIL_M=config.tail_m, BLOCK_F=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages, USE_TMA=tma,
-        WIDE=wide, N_FASTEST=tile.n_fastest, BLOCK_R=step.block_r, DIRECT=step.direct, num_warps=tile.num_warps,
-        **step.delta_constants(tile), **step.pdl,
+        WIDE=wide, N_FASTEST=tile.n_fastest, COLUMNS=config.delta_columns, DIRECT=step.direct,
+        num_warps=tile.num_warps, **step.pdl,
     )  # fmt: skip
     return act
 
 
-def _down(step: _Step, act_nF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _down(step: _Step, act_nF: torch.Tensor, columns: Columns) -> tuple[torch.Tensor, torch.Tensor]:
     """(y [n, D] by position, shrink results that combine still has to expand)."""
     w, config = step.weights, step.config
     y = step.empty(step.num_rows, w.hidden_size)
@@ -215,8 +227,8 @@ def _down(step: _Step, act_nF: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     if step.table is None:
         _gemm(step, act_nF, w.down_eDF, w.down_bias_eD, y, s, config.down, 0, 2, 0)
     elif config.expand_down == "epilogue":
-        columns = _shrink(step, act_nF, s, 0, 2, 1, config.down_shrink_splits)
-        _gemm(step, act_nF, w.down_eDF, w.down_bias_eD, y, s, config.down, 0, 2, 0, expand_proj=2, columns=columns)
+        _shrink(step, act_nF, s, 0, 2, 1, config.down_shrink_splits)
+        _gemm(step, act_nF, w.down_eDF, w.down_bias_eD, y, s, config.down, 0, 2, 0, columns)
     else:
         _gemm(step, act_nF, w.down_eDF, w.down_bias_eD, y, s, config.down, 0, 2, 1)
         if config.expand_down == "grouped":
@@ -240,7 +252,7 @@ def _combine(step: _Step, y_nD: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     combine_kernel[(num_tokens, triton.cdiv(w.hidden_size, block_d))](
         y_nD, step.topk_expert_TK, step.topk_weight_TK, step.adapter_slot_T, y_TD, s, step.route.row_pos,
         step.pointers, w.num_experts, step.slots_1 - 1, step.s_stride, D=w.hidden_size, TOP_K=top_k, HAS_LORA=expands,
-        BLOCK_D=block_d, BLOCK_K=triton.next_power_of_2(top_k), BLOCK_R=block_r, EARLY=step.early, DIRECT=step.direct,
+        BLOCK_D=block_d, BLOCK_K=triton.next_power_of_2(top_k), BLOCK_R=block_r, DIRECT=step.direct,
         num_warps=config.combine_warps if expands else 4, **step.pdl,
     )  # fmt: skip
     return y_TD
@@ -257,10 +269,9 @@ def _gemm(
     top_k: int,
     shrink_proj: int,
     num_proj: int,
-    expand_proj: int = -1,
     columns: Columns | None = None,
 ) -> None:
-    """Launch expert_gemm_kernel; shrinks (num_proj > 0) and the expand (expand_proj >= 0) need a table."""
+    """Launch expert_gemm_kernel; shrinks (num_proj > 0) and the expand (by columns) need a table."""
     _, n, k = weight_eNK.shape
     num_proj = num_proj if step.table is not None else 0
     tma = tile.tma and n % tile.block_n == 0
@@ -270,40 +281,28 @@ def _gemm(
         x, _weight(weight_eNK, tile, tma), _bias(bias_eN, out), out, s, step.route, step.pointers,
         columns or step.no_columns, num_shrink, step.weights.num_experts, step.slots_1, step.num_rows, step.s_stride,
         step.max_groups, N=n, K=k, TOP_K=top_k,
-        SHRINK_PROJ=shrink_proj, NUM_PROJ=num_proj, EXPAND_PROJ=expand_proj, HAS_BIAS=bias_eN is not None,
+        SHRINK_PROJ=shrink_proj, NUM_PROJ=num_proj, EXPANDS=columns is not None, HAS_BIAS=bias_eN is not None,
         BLOCK_M=step.config.block_m, TAIL_M=step.config.tail_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         STAGES=tile.num_stages, SWAP=tile.swap, USE_TMA=tma, N_FASTEST=tile.n_fastest,
         PAIR_BLOCK_M=step.config.pair_block_m, SHRINK_BLOCK_C=shrink["columns"], SHRINK_BLOCK_K=shrink["block_k"],
-        SHRINK_STAGES=shrink["stages"], BLOCK_R=step.block_r, LATE_LAUNCH=step.early, DIRECT=step.direct,
-        num_warps=tile.num_warps, **step.delta_constants(tile), **step.pdl,
+        SHRINK_STAGES=shrink["stages"], BLOCK_R=step.block_r, COLUMNS=step.config.delta_columns,
+        DIRECT=step.direct, num_warps=tile.num_warps, **step.pdl,
     )  # fmt: skip
 
 
 def _shrink(
     step: _Step, x: torch.Tensor, s: torch.Tensor, top_k: int, first_proj: int, num_proj: int, splits: int
-) -> Columns:
-    """Launch shrink_kernel, which writes s and, where the configuration wants them, the lists of columns."""
+) -> None:
+    """Launch shrink_kernel, which writes s."""
     splits = 1 if step.direct else splits
     blocks = step.shrink_blocks(num_proj, splits)
     partial = torch.empty((splits, *s.shape), dtype=torch.float32, device=s.device) if splits > 1 else s
-    lists = bool(step.config.delta_columns)
-    num_lists = step.base_tiles if lists else 0
-    columns = step.no_columns
-    if lists:
-        columns = Columns(
-            torch.empty(num_lists, dtype=torch.int32, device=s.device),
-            torch.empty((num_lists, step.max_groups, num_proj, 2), dtype=torch.int64, device=s.device),
-        )
-    num_shrinks = step.pair_tiles * splits * num_proj * step.block_r // blocks["columns"]
-    shrink_kernel[(num_shrinks + num_lists,)](
-        x, s, partial, step.route, step.pointers, columns, num_shrinks, step.weights.num_experts, step.slots_1,
-        step.num_rows, step.s_stride, step.max_groups, K=x.shape[1], TOP_K=top_k, FIRST_PROJ=first_proj,
-        NUM_PROJ=num_proj, B_STEP=2 if step.weights.interleaved and first_proj == 0 else 1, LISTS=lists,
-        BASE_BLOCK_M=step.config.block_m, PAIR_BLOCK_M=step.config.pair_block_m,
+    shrink_kernel[(step.pair_tiles * splits * num_proj * step.block_r // blocks["columns"],)](
+        x, s, partial, step.route, step.pointers, step.weights.num_experts, step.slots_1, step.num_rows, step.s_stride,
+        K=x.shape[1], TOP_K=top_k, FIRST_PROJ=first_proj, NUM_PROJ=num_proj, PAIR_BLOCK_M=step.config.pair_block_m,
         BLOCK_C=blocks["columns"], BLOCK_K=blocks["block_k"], BLOCK_R=step.block_r, SPLITS=splits,
         STAGES=blocks["stages"], DIRECT=step.direct, num_warps=4, **step.pdl,
     )  # fmt: skip
-    return columns
 
 
 def _weight(weight_eNK: torch.Tensor, tile: GemmTile, tma: bool) -> Any:

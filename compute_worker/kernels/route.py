@@ -42,6 +42,8 @@ class Route(NamedTuple):
     tile_expert: torch.Tensor
     tile_start: torch.Tensor
     tile_count: torch.Tensor
+    tile_row: torch.Tensor
+    """[base tiles * BLOCK_M]: row ids by base tile, so that a program finds its rows by its number alone."""
     pair_bin: torch.Tensor
     pair_start: torch.Tensor
     pair_count: torch.Tensor
@@ -63,13 +65,14 @@ def _row_bin(expert_ptr, slot_ptr, row, in_range, num_experts, slots_1, TOP_K: t
 
 @triton.jit
 def _write_rows(route, row, pos, bin_id, expert_start, tile_first, mask, BLOCK_M: tl.constexpr, slots_1):
-    """Scatter what each row knows: its place and, if it starts a base tile, that tile's start."""
+    """Scatter what each row knows: its place, in its base tile too, and, if it starts one, that tile's start."""
     tl.store(route.sorted_row + pos, row, mask=mask)
     tl.store(route.row_pos + row, pos, mask=mask)
     tl.store(route.row_bin + pos, bin_id, mask=mask)
     rank_in_expert = pos - expert_start
     starts = mask & (rank_in_expert % BLOCK_M == 0)
     tile = tile_first + rank_in_expert // BLOCK_M
+    tl.store(route.tile_row + tile_first * BLOCK_M + rank_in_expert, row, mask=mask)
     tl.store(route.tile_expert + tile, bin_id // slots_1, mask=starts)
     tl.store(route.tile_start + tile, pos, mask=starts)
 
@@ -241,7 +244,7 @@ def build_route(
     device, slots_1 = topk_expert_TK.device, num_slots + 1
     num_tiles = max_base_tiles(n, num_experts, block_m)
     num_pairs = max_pair_tiles(n, num_experts, num_slots, pair_block_m)
-    sizes = [2, n, n, n, *[num_tiles] * 3, *[num_pairs] * 4]
+    sizes = [2, n, n, n, *[num_tiles] * 3, num_tiles * block_m, *[num_pairs] * 4]
     # One allocation; every part starts at a multiple of 4 integers so that kernels see aligned pointers.
     padded = [triton.cdiv(size, 4) * 4 for size in sizes]
     buffer = torch.empty(sum(padded), dtype=torch.int32, device=device)

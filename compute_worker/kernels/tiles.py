@@ -11,34 +11,49 @@ import triton.language as tl
 
 
 @triton.jit
-def base_tile(route, index, num_experts, NUM_N_BLOCKS: tl.constexpr, N_FASTEST: tl.constexpr,
-              DIRECT: tl.constexpr):  # fmt: skip
+def base_tile(route, index, num_experts, NUM_N_BLOCKS: tl.constexpr, N_FASTEST: tl.constexpr, DIRECT: tl.constexpr,
+              CACHE: tl.constexpr):  # fmt: skip
     """(is there a tile, tile, n block, expert, start, count) of a program.
 
     N_FASTEST: programs that run together share rows of x; else (all tiles of one n block are neighbours) they share
-    weights where an expert has several tiles. Either way the programs without a tile come last.
+    weights where an expert has several tiles. Either way the programs without a tile come last. All loads are inside
+    their arrays whether or not there is a tile, so that none waits for another. CACHE: their cache modifier.
     """
     if DIRECT > 0:
         num_tiles = DIRECT
     else:
-        num_tiles = tl.load(route.header)
+        num_tiles = tl.load(route.header, cache_modifier=CACHE)
+    valid = index < num_tiles * NUM_N_BLOCKS
     if N_FASTEST:
         tile = index // NUM_N_BLOCKS
         n_block = index % NUM_N_BLOCKS
     else:
         n_block = index // tl.maximum(num_tiles, 1)
-        tile = index - n_block * num_tiles
-    valid = index < num_tiles * NUM_N_BLOCKS
+        tile = tl.where(valid, index - n_block * num_tiles, 0)
+    expert = tl.load(route.tile_expert + tile, cache_modifier=CACHE).to(tl.int32)
     if DIRECT > 0:
-        expert = tl.load(route.tile_expert + tile, mask=valid, other=-1).to(tl.int32)
         valid = valid & (expert >= 0) & (expert < num_experts)
         start = tile
         count = tl.where(valid, 1, 0)
     else:
-        expert = tl.load(route.tile_expert + tile, mask=valid, other=0)
-        start = tl.load(route.tile_start + tile, mask=valid, other=0)
-        count = tl.load(route.tile_count + tile, mask=valid, other=0)
+        start = tl.load(route.tile_start + tile, cache_modifier=CACHE)
+        count = tl.load(route.tile_count + tile, cache_modifier=CACHE)
     return valid, tile, n_block, expert, start, count
+
+
+@triton.jit
+def row_of_base_tile(route, tile, TILE_M: tl.constexpr, BLOCK_M: tl.constexpr, TOP_K: tl.constexpr,
+                     DIRECT: tl.constexpr, CACHE: tl.constexpr):  # fmt: skip
+    """Row of x of the first BLOCK_M rows of a base tile, undefined past its count; int32.
+
+    TILE_M: rows that a base tile may have. Needs nothing that is loaded, so it waits for nothing.
+    """
+    m = tl.arange(0, BLOCK_M)
+    if DIRECT > 0:
+        x_row = tile // TOP_K + m
+    else:
+        x_row = tl.load(route.tile_row + tile * TILE_M + m, cache_modifier=CACHE) // TOP_K
+    return x_row
 
 
 @triton.jit
@@ -65,14 +80,14 @@ def pair_tile(route, entry, num_experts, slots_1, DIRECT: tl.constexpr, CACHE: t
 
 
 @triton.jit
-def bin_of_rows(route, expert, pos, row_mask, slots_1, DIRECT: tl.constexpr):
+def bin_of_rows(route, expert, pos, row_mask, slots_1, DIRECT: tl.constexpr, CACHE: tl.constexpr):
     """Bin of each row of a base tile; -1 past its rows."""
     if DIRECT > 0:
-        slot = tl.load(route.header).to(tl.int32)
+        slot = tl.load(route.header, cache_modifier=CACHE).to(tl.int32)
         slot = tl.where(slot < slots_1 - 1, slot, -1)
         rows_bin = tl.where(row_mask, expert * slots_1 + slot + 1, -1)
     else:
-        rows_bin = tl.load(route.row_bin + pos, mask=row_mask, other=-1)
+        rows_bin = tl.load(route.row_bin + pos, mask=row_mask, other=-1, cache_modifier=CACHE)
     return rows_bin
 
 

@@ -58,17 +58,13 @@ def test_the_rule_counts_rows_per_expert_over_all_ranks():
     assert config.rule(part, num_tokens=500, top_k=8) == config.rule(part, num_tokens=512, top_k=8)
 
 
-def test_settings_of_deltas_that_do_not_go_together_are_refused():
+def test_a_step_of_columns_that_no_kernel_has_is_refused():
     fine = config.rule(_weights(), num_tokens=4096, top_k=8)
-    assert dataclasses.replace(fine, delta_columns=64, ask_for_b=True).ask_for_b
-    with pytest.raises(ValueError, match="ask_for_b"):
-        dataclasses.replace(fine, ask_for_b=True)
-    with pytest.raises(ValueError, match="delta_columns must be 0, 32 or 64, got 48"):
+    with pytest.raises(ValueError, match="delta_columns must be 32 or 64, got 48"):
         dataclasses.replace(fine, delta_columns=48)
 
 
 def test_the_tuner_tries_each_way_of_adding_deltas():
     fine = config.rule(_weights(), num_tokens=4096, top_k=8)
-    tried = {(c.delta_columns, c.ask_for_b) for c in neighbours(fine, "deltas")}
-    assert tried == {(32, False), (64, False), (32, True), (64, True)}
-    assert "deltas" in fields_of(fine)
+    assert {c.delta_columns for c in neighbours(fine, "delta_columns")} == {32, 64} - {fine.delta_columns}
+    assert {"delta_columns", "pdl"} <= set(fields_of(fine))

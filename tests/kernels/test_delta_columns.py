@@ -7,11 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-import triton
-import triton.language as tl
-
 from compute_worker.kernels import moe, moe_reference
-from compute_worker.kernels.delta_columns import GROUP, Columns, list_columns, max_groups
+from compute_worker.kernels.delta_columns import GROUP, Columns, list_columns_kernel, max_groups
 from compute_worker.kernels.route import build_route, max_base_tiles
 from tests.kernels.cases import (
     DEVICE,
@@ -28,19 +25,11 @@ from tests.kernels.test_moe import CONFIGS
 
 BLOCK_M = 32
 NUM_SLOTS = 40
-LISTED = CONFIGS["listed"]
+LISTED = CONFIGS["fused_32_columns"]
 SETTINGS = {
     "32": LISTED,
     "64_rows": dataclasses.replace(LISTED, block_m=64, tail_m=16, delta_columns=64),
 }
-
-
-@triton.jit
-def _list_kernel(route, columns, table, num_experts, slots_1, max_groups, FIRST_PROJ: tl.constexpr,
-                 NUM_PROJ: tl.constexpr, B_STEP: tl.constexpr, BLOCK_M: tl.constexpr,
-                 DTYPE: tl.constexpr):  # fmt: skip
-    list_columns(tl.program_id(0), route, columns, table, num_experts, slots_1, max_groups, FIRST_PROJ, NUM_PROJ,
-                 B_STEP, BLOCK_M, DTYPE, 0)  # fmt: skip
 
 
 def _ranks(rank, num_experts=4):
@@ -78,16 +67,18 @@ def test_lists_hold_the_adapters_of_each_tile_and_no_other(interleaved):
     tiles, groups = max_base_tiles(70, 2, BLOCK_M), max_groups(BLOCK_M, NUM_SLOTS, 64)
     step = 2 if interleaved else 1
     item = torch.empty(0, dtype=DTYPE).element_size()
-    triton_dtype = tl.bfloat16 if torch.bfloat16 == DTYPE else tl.float32
-    for first, projections in ((0, 2), (2, 1)):
-        columns = Columns(
+    gate_up, down = (
+        Columns(
             torch.empty(tiles, dtype=torch.int32, device=DEVICE),
             torch.empty((tiles, groups, projections, 2), dtype=torch.int64, device=DEVICE),
         )
-        _list_kernel[(tiles,)](
-            route, columns, table.for_kernels, 2, NUM_SLOTS + 1, groups, FIRST_PROJ=first, NUM_PROJ=projections,
-            B_STEP=step if first == 0 else 1, BLOCK_M=BLOCK_M, DTYPE=triton_dtype,
-        )  # fmt: skip
+        for projections in (2, 1)
+    )
+    list_columns_kernel[(2 * tiles,)](
+        route, gate_up, down, table.for_kernels, tiles, 2, NUM_SLOTS + 1, groups, B_STEP=step, BLOCK_M=BLOCK_M,
+        ITEM_BYTES=item, DIRECT=0, PDL=False,
+    )  # fmt: skip
+    for columns, first, projections in ((gate_up, 0, 2), (down, 2, 1)):
         for tile, (expert, slots) in enumerate(_tiles(expert_TK, slot_T)):
             expected = []
             for slot in sorted(set(slots) - {-1}):

@@ -36,17 +36,10 @@ CONFIGS = {
     "fused": dataclasses.replace(
         SPLIT, block_m=32, tail_m=16, fused=True, expand_down="epilogue", down=_WIDE_TILE, shrink_block_k=64
     ),
-    "listed": dataclasses.replace(
-        SPLIT,
-        block_m=32,
-        tail_m=16,
-        fused=True,
-        expand_down="epilogue",
-        down=_WIDE_TILE,
-        delta_columns=32,
-        ask_for_b=True,
+    "fused_32_columns": dataclasses.replace(
+        SPLIT, block_m=32, tail_m=16, fused=True, expand_down="epilogue", down=_WIDE_TILE, delta_columns=32, pdl=True
     ),
-    "split_early": dataclasses.replace(SPLIT, early_lookups=True, pdl=True),
+    "split_pdl": dataclasses.replace(SPLIT, pdl=True),
 }
 FULL = {"gate": [16] * 4, "up": [16] * 4, "down": [16] * 4}
 MIXED = {"gate": [1, 3, 8, 16], "up": [64, 0, 1, 3], "down": [3, 64, 16, 8]}
@@ -80,7 +73,24 @@ def test_mixed_adapters_match_reference(name, num_tokens):
     assert not base.any() or relative_error(got[base], expected[base]) < TOLERANCE
 
 
-@pytest.mark.parametrize("name, interleaved", [("split", False), ("fused", True), ("listed", True)])
+@pytest.mark.parametrize("name", ["split", "grouped"])
+@pytest.mark.parametrize("num_tokens", [1, 13])
+def test_narrow_adapters_beside_wide_ones(name, num_tokens):
+    """Ranks 4, 8 and 16 in a table of rank 64, columns that no whole number of wide blocks covers, base rows."""
+    shape = Shape(hidden_size=176)
+    narrow = {"gate": [8, 16, 8, 16], "up": [16, 8, 8, 8], "down": [8, 16, 8, 16]}
+    odd = {"gate": [4] * 4, "up": [4] * 4, "down": [4] * 4}
+    wide = {"gate": [64] * 4, "up": [64] * 4, "down": [64] * 4}
+    for slots in ([0], [-1], [1, 0, -1, 2]):
+        batch = make_batch(shape, num_tokens, slots)
+        got, expected = _run(shape, batch, CONFIGS[name], {0: (narrow, 1), 1: (wide, 2), 2: (odd, 3)})
+        assert relative_error(got, expected) < TOLERANCE
+        base = batch[3] == -1
+        alone = moe(*batch[:3], torch.full_like(batch[3], -1), make_weights(shape), config=CONFIGS[name])
+        assert torch.equal(got[base], alone[base])
+
+
+@pytest.mark.parametrize("name, interleaved", [("split", False), ("fused", True), ("fused_32_columns", True)])
 def test_ranks_of_whole_blocks_match_reference(name, interleaved):
     """More adapters in a tile than one step of the epilogue takes, and one of more ranks than a step."""
     shape = Shape(interleaved=interleaved)
@@ -89,7 +99,7 @@ def test_ranks_of_whole_blocks_match_reference(name, interleaved):
     assert relative_error(got, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["fused", "listed"])
+@pytest.mark.parametrize("name", ["fused", "fused_32_columns"])
 def test_a_last_tile_of_few_rows(name):
     """69 rows of an expert take bodies of 64 and 16, weights by descriptors; two programs share a shrink's sum."""
     tile = dataclasses.replace(_TILE, tma=True)
@@ -110,7 +120,7 @@ def test_a_last_tile_of_few_rows(name):
     assert DEVICE.type == "cpu" or torch.equal(base[base_rows], got[base_rows])
 
 
-@pytest.mark.parametrize("name", ["split", "split_early", "fused", "listed"])
+@pytest.mark.parametrize("name", ["split", "split_pdl", "fused", "fused_32_columns"])
 @pytest.mark.parametrize(
     "slot, remote", [(0, None), (1, 0), (9, None)], ids=["adapter", "remote_expert", "no_such_slot"]
 )
@@ -154,7 +164,7 @@ def test_all_rows_on_one_expert_and_experts_without_rows(name):
     assert relative_error(got, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["split", "split_early", "fused", "listed"])
+@pytest.mark.parametrize("name", ["split", "split_pdl", "fused", "fused_32_columns"])
 def test_remote_rows_add_nothing(name):
     """-1 anywhere: in some k of a token, and in all of them (that token's answer is zero)."""
     shape = Shape()
@@ -172,7 +182,7 @@ def test_counting_route_in_both_paths(monkeypatch):
     shape = Shape()
     x, expert, weight, slot = make_batch(shape, 6, [0, 1, -1])
     expert[2] = -1
-    for name in ("grouped", "fused", "listed"):
+    for name in ("grouped", "fused", "fused_32_columns"):
         got, expected = _run(shape, (x, expert, weight, slot), CONFIGS[name])
         assert relative_error(got, expected) < TOLERANCE
 
@@ -206,7 +216,7 @@ def test_ranks_over_one_rank_block_and_uneven_blocks():
     """Rank 200 takes several rank blocks; D and F that no block divides take masked loads."""
     shape = Shape(hidden_size=80, intermediate_size=48, num_experts=2)
     ranks = {"gate": [200, 96], "up": [96, 200], "down": [200, 100]}
-    for name in ("split", "split_early", "fused", "listed"):
+    for name in ("split", "split_pdl", "fused", "fused_32_columns"):
         batch = make_batch(shape, 5, [0, -1])
         got, expected = _run(shape, batch, CONFIGS[name], {0: (ranks, 1)}, 1, max_lora_rank=200)
         assert relative_error(got, expected) < TOLERANCE

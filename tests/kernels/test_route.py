@@ -39,6 +39,8 @@ def _check(expert_TK, slot_T, num_experts, num_slots, block_m, pair_block_m):
     num_tiles, num_pairs = route.header.tolist()
     base = zip(route.tile_expert.tolist(), route.tile_start.tolist(), route.tile_count.tolist(), strict=True)
     assert list(base)[:num_tiles] == cut([b // (num_slots + 1) for b in bins], block_m)
+    for tile, (_, start, count) in enumerate(list(cut([b // (num_slots + 1) for b in bins], block_m))):
+        assert route.tile_row[tile * block_m : tile * block_m + count].tolist() == got_rows[start : start + count]
     pairs = zip(route.pair_bin.tolist(), route.pair_start.tolist(), route.pair_count.tolist(), strict=True)
     assert [t for t in list(pairs)[:num_pairs] if t[2] > 0] == cut(bins, pair_block_m)
 

@@ -44,11 +44,10 @@ def test_every_launch_fits_an_h200(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "tokens, settings",
     [
-        ("1,32", ["early_lookups=true"]),
-        ("256,4096", ["delta_columns=64", "ask_for_b=true"]),
+        ("256,4096", ["pdl=true"]),
         ("4096", ["delta_columns=32"]),
     ],
-    ids=["early", "lists", "narrow_lists"],
+    ids=["overlapped", "narrow_lists"],
 )
 def test_settings_that_are_not_shipped_fit_too(tmp_path: Path, tokens: str, settings: list[str]) -> None:
     """And spill next to nothing: what the interpreter runs need not compile."""
