@@ -37,39 +37,38 @@ _SHIPPED = "shipped"
 
 
 def variants(shape: Shape, tokens: int, device_name: str) -> dict[str, MoEConfig]:
-    """Settings by name, the shipped one first."""
+    """Settings by name, the shipped one first, no two alike."""
+    out = _variants(shape, tokens, device_name)
+    return {name: setting for i, (name, setting) in enumerate(out.items()) if setting not in [*out.values()][:i]}
+
+
+def _variants(shape: Shape, tokens: int, device_name: str) -> dict[str, MoEConfig]:
     first = choose_config(shape_weights(shape), num_tokens=tokens, top_k=shape.top_k, device_name=device_name)
     out = {_SHIPPED: first, "no pdl" if first.pdl else "pdl": replace(first, pdl=not first.pdl)}
     if not first.fused:
         for span in {1, 2, 3} - {first.span}:
             out[f"span {span}"] = replace(first, span=span)
+        for columns in (64, 128):
+            out[f"shrinks of {columns}"] = replace(first, shrink_columns=columns)
         return out
-    overlapped = replace(first, pdl=True)
-    columns = 96 - first.delta_columns
-    out[f"pdl, {columns} columns"] = replace(overlapped, delta_columns=columns)
-    for rows in {16, 32, 64} - {first.pair_block_m}:
-        if rows <= max(32, first.block_m // 2):
-            out[f"pdl, pairs of {rows}"] = replace(overlapped, pair_block_m=rows)
-    if first.block_m == 128:
-        out["pdl, tails of 32"] = replace(overlapped, tail_m=32)
-        out["pdl, down 128"] = replace(overlapped, down=_tile(first.down, block_n=128, num_warps=4, num_stages=3))
-        out["pdl, three stages"] = replace(
-            overlapped, gate_up=_tile(first.gate_up, num_stages=3), down=_tile(first.down, num_stages=3)
+    out[f"{96 - first.delta_columns} columns"] = replace(first, delta_columns=96 - first.delta_columns)
+    if first.block_m >= 64:
+        for extra in {0, 16, 32} - {first.extra_m}:
+            out[f"extra {extra}"] = replace(first, extra_m=extra)
+        fewer = replace(
+            first,
+            block_m=64,
+            tail_m=16,
+            gate_up=_tile(first.gate_up, num_stages=3),
+            down=_tile(first.down, num_stages=3),
         )
-    elif first.block_m == 64:
-        out["pdl, tails of 32"] = replace(overlapped, tail_m=32)
-        out["pdl, other stages"] = replace(
-            overlapped, gate_up=_tile(first.gate_up, num_stages=7 - first.gate_up.num_stages),
-            down=_tile(first.down, num_stages=7 - first.down.num_stages),
-        )  # fmt: skip
-        out["pdl, down 64"] = replace(overlapped, down=_tile(first.down, block_n=64))
-        out["pdl, down 256"] = replace(overlapped, down=_tile(first.down, block_n=256, num_warps=8))
-        out["pdl, gate 128"] = replace(overlapped, gate_up=_tile(first.gate_up, block_n=128, num_warps=8))
-        out["pdl, rows 128"] = replace(
-            overlapped, block_m=128, tail_m=64, gate_up=_tile(first.gate_up, num_warps=8, num_stages=4),
-            down=_tile(first.down, num_warps=8, num_stages=4),
-        )  # fmt: skip
-    return {name: setting for i, (name, setting) in enumerate(out.items()) if setting not in [*out.values()][:i]}
+        for extra in (16, 32):
+            if first.block_m == 128 and tokens == 1024:
+                out[f"rows 64, extra {extra}"] = replace(fewer, extra_m=extra)
+    for rows in {16, 32, 64} - {first.pair_block_m}:
+        if tokens >= 4096:
+            out[f"pairs of {rows}"] = replace(first, pair_block_m=rows)
+    return out
 
 
 def _tile(tile: GemmTile, **changes: Any) -> GemmTile:

@@ -51,6 +51,9 @@ class MoEConfig:
     down: GemmTile
     tail_m: int = 0
     """Base tiles of at most this many rows run in a body of so many rows (0: all take block_m)."""
+    extra_m: int = 0
+    """Rows more that an expert's last base tile may have: they meet the weights that its others have brought (16 or 32;
+    0: they get a tile of their own). Not beside weights on the M side of a product."""
     expand_down: str = "combine"
     """Where the down delta is added: combine (row by row) | grouped (its own launch, one pair tile a program) |
     epilogue (of the down GEMM; the fused path's only choice)."""
@@ -78,6 +81,10 @@ class MoEConfig:
     adapters, where a GEMM's main loop then begins beside the last shrinks."""
 
     def __post_init__(self) -> None:
+        if self.extra_m not in (0, 16, 32) or self.extra_m > self.block_m:
+            raise ValueError(f"extra_m must be 0, 16 or 32 and at most block_m {self.block_m}, got {self.extra_m}")
+        if self.extra_m and (self.gate_up.swap or self.down.swap):
+            raise ValueError("extra_m does not go with a tile that has the weights on the M side (swap)")
         if self.delta_columns not in (32, 64):
             raise ValueError(f"delta_columns must be 32 or 64, got {self.delta_columns}")
 

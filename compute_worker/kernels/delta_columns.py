@@ -1,8 +1,9 @@
 """LoRA deltas in the epilogue of a GEMM over base tiles, by a list of the columns that each tile needs.
 
-A launch before the shrinks writes, for each base tile, the list of its groups of GROUP extra K columns: those of the
-adapters that have rows in the tile, each as many as its own rank takes, one adapter after another. The epilogue goes
-through the list: it reads no B that no row needs, and adapters of different ranks stand beside each other in one step.
+The first programs of the gate and up shrinks write, for each base tile, the list of its groups of GROUP extra K
+columns: those of the adapters that have rows in the tile, each as many as its own rank takes, one adapter after
+another. The epilogue goes through the list: it reads no B that no row needs, and adapters of different ranks stand
+beside each other in one step.
 
 Example: rows of slots -1, 0, 0, 5, 9 with ranks 8, 40, 16 make the groups 0, 5, 5, 5, 9: two steps of 64 columns.
 
@@ -22,7 +23,6 @@ import torch
 import triton
 import triton.language as tl
 
-from compute_worker.kernels.lora import let_next_launch, wait_for_data
 from compute_worker.kernels.tiles import base_tile, bin_of_rows
 
 GROUP = 16
@@ -88,17 +88,13 @@ def _list_columns(tile, route, columns, table, num_experts, slots_1, max_groups,
                 tl.store(columns.words + word + 1, bin_m.to(tl.int64) | (high.to(tl.int64) << 32), mask=here)
 
 
-@triton.jit(do_not_specialize=["num_tiles", "num_experts", "slots_1", "max_groups"])
-def list_columns_kernel(route, gate_up, down, table, num_tiles, num_experts, slots_1, max_groups, B_STEP: tl.constexpr,
-                        BLOCK_M: tl.constexpr, ITEM_BYTES: tl.constexpr, DIRECT: tl.constexpr,
-                        PDL: tl.constexpr):  # fmt: skip
-    """The lists of all base tiles, one program each: first of gate and up, then of down.
+@triton.jit
+def list_columns(pid, route, gate_up, down, table, num_tiles, num_experts, slots_1, max_groups, B_STEP: tl.constexpr,
+                 BLOCK_M: tl.constexpr, ITEM_BYTES: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
+    """Program pid of 2 * num_tiles: the list of one base tile, first those of gate and up, then those of down.
 
-    num_tiles: programs of each kind. ITEM_BYTES: of an element of B.
+    B_STEP: rows of B from one output row to the next where gate and up share a pair. ITEM_BYTES: of an element of B.
     """
-    wait_for_data(PDL)
-    let_next_launch(PDL)
-    pid = tl.program_id(0)
     if pid < num_tiles:
         _list_columns(pid, route, gate_up, table, num_experts, slots_1, max_groups, 0, 2, B_STEP, BLOCK_M, ITEM_BYTES,
                       DIRECT)  # fmt: skip

@@ -15,6 +15,8 @@ from compute_worker.kernels.tiles import gathered_row, pair_tile
 
 NARROW_RANK = tl.constexpr(16)
 """Adapters of this rank and less have rank blocks of their own in a table of wider ones."""
+NARROW_COLUMNS = tl.constexpr(32)
+"""Gate and up of such an adapter side by side."""
 
 
 @triton.jit
@@ -27,6 +29,17 @@ def aligned_pointer(address, DTYPE: tl.constexpr):
 def let_next_launch(PDL: tl.constexpr):
     """Under programmatic dependent launch: the next kernel may launch once all programs of this one have come here."""
     if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def let_next_launch_and_see(PDL: tl.constexpr):
+    """As `let_next_launch`; what this program has stored is seen, past the first-level cache, by what launches then."""
+    if PDL:
+        tl.debug_barrier()
+        tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, $1;", "=r,r", [tl.arange(0, 128)], dtype=tl.int32,
+                                  is_pure=False, pack=1)  # fmt: skip
+        tl.debug_barrier()
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -100,17 +113,62 @@ def _shrunk(is_up, pos, r, num_rows, s_stride):
 
 
 @triton.jit
+def _shrink_columns(x_row_ptrs, s_ptr, partial_ptr, done_ptr, pos, row_mask, first, num_columns, lora_rank, address,
+                    up_address, scale, up_scale, split, num_rows, s_stride, K: tl.constexpr, NUM_PROJ: tl.constexpr,
+                    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, STEP_C: tl.constexpr,
+                    SPLITS: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
+    """Columns first to first + BLOCK_C, and from there by STEP_C, of a pair tile; see `shrink_tile`."""
+    dtype: tl.constexpr = s_ptr.dtype.element_ty
+    SPAN_K: tl.constexpr = ((K + SPLITS - 1) // SPLITS + BLOCK_K - 1) // BLOCK_K * BLOCK_K
+    k_first = split * SPAN_K
+    k_end = tl.minimum(k_first + SPAN_K, K)
+    for c0 in range(first, num_columns, STEP_C):
+        c = c0 + tl.arange(0, BLOCK_C)
+        is_up = c >= lora_rank
+        r = c - tl.where(is_up, lora_rank, 0)
+        a = ((tl.where(is_up, up_address, address) // 16) * 16).to(tl.pointer_type(dtype))
+        acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+        acc = _shrink_loop(acc, x_row_ptrs, row_mask, a + r.to(tl.int64) * K, c < num_columns, k_first, k_end, K,
+                           BLOCK_K, STAGES)  # fmt: skip
+        mask = row_mask[:, None] & (c < num_columns)[None, :]
+        offsets = _shrunk(is_up, pos, r, num_rows, s_stride)
+        if SPLITS == 1:
+            scaled = acc * tl.where(is_up, up_scale, scale)[None, :]
+            tl.store(s_ptr + offsets, scaled.to(dtype), mask=mask)
+        else:
+            rows = (split * NUM_PROJ * num_rows).to(tl.int64) * s_stride
+            tl.store(partial_ptr + rows + offsets, acc, mask=mask)
+    if SPLITS > 1:
+        tl.debug_barrier()
+        arrived = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLITS - 1:
+            for c0 in range(first, num_columns, STEP_C):
+                c = c0 + tl.arange(0, BLOCK_C)
+                is_up = c >= lora_rank
+                r = c - tl.where(is_up, lora_rank, 0)
+                mask = row_mask[:, None] & (c < num_columns)[None, :]
+                offsets = _shrunk(is_up, pos, r, num_rows, s_stride)
+                acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+                for i in tl.static_range(SPLITS):
+                    rows = (i * NUM_PROJ * num_rows).to(tl.int64) * s_stride
+                    acc += tl.load(partial_ptr + rows + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+                scaled = acc * tl.where(is_up, up_scale, scale)[None, :]
+                tl.store(s_ptr + offsets, scaled.to(dtype), mask=mask)
+            tl.store(done_ptr, 0)
+
+
+@triton.jit
 def shrink_tile(pid, x_ptr, s_ptr, partial_ptr, route, table, num_experts, slots_1, num_rows, s_stride,
                 K: tl.constexpr, TOP_K: tl.constexpr, FIRST_PROJ: tl.constexpr, NUM_PROJ: tl.constexpr,
-                BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-                SPLITS: tl.constexpr, STAGES: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
+                BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, NARROW_BLOCK_K: tl.constexpr,
+                BLOCK_R: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
     """s[proj, pos, r] = scale * sum over k of x[row, k] * A_proj[r, k] for one pair tile.
 
     The A of the NUM_PROJ table columns stand side by side, BLOCK_C of their rows a program, so that x is read once for
     several, as many columns as their own ranks make: of a narrow adapter in a table of wide ones, gate and up are one
-    program's. Where gate and up are the same A only the gate's result is written. x is indexed by token where TOP_K > 0
-    and by position otherwise; s is [projections, num_rows, s_stride], fp32 sums rounded once to the model's dtype. A is
-    [lora_rank, K] row-major, 16-byte aligned (K is).
+    program's, with NARROW_BLOCK_K instead of BLOCK_K. Where gate and up are the same A only the gate's result is
+    written. x is indexed by token where TOP_K > 0 and by position otherwise; s is [projections, num_rows, s_stride],
+    fp32 sums rounded once to the model's dtype. A is [lora_rank, K] row-major, 16-byte aligned (K is).
     SPLITS > 1 (with all columns in one program): so many programs share K; each leaves its fp32 sums in partial
     [SPLITS, projections, num_rows, s_stride], and the last to arrive adds them, in their order, whichever it is.
     """
@@ -121,7 +179,6 @@ def shrink_tile(pid, x_ptr, s_ptr, partial_ptr, route, table, num_experts, slots
     bin_id, start, count = pair_tile(route, entry, num_experts, slots_1, DIRECT, "")
     slot = bin_id % slots_1 - 1
     if (count > 0) & (slot >= 0):
-        dtype: tl.constexpr = x_ptr.dtype.element_ty
         record = (slot * num_experts + bin_id // slots_1) * 3 + FIRST_PROJ
         m = tl.arange(0, BLOCK_M)
         row_mask = m < count
@@ -137,39 +194,12 @@ def shrink_tile(pid, x_ptr, s_ptr, partial_ptr, route, table, num_experts, slots
             up_scale = tl.load(table.scale + record + 1)
             num_columns += tl.where(up_address == address, 0, tl.load(table.lora_rank + record + 1))
         x_row_ptrs = x_ptr + gathered_row(route, pos, row_mask, TOP_K, DIRECT) * K
-        SPAN_K: tl.constexpr = ((K + SPLITS - 1) // SPLITS + BLOCK_K - 1) // BLOCK_K * BLOCK_K
-        k_first = split * SPAN_K
-        k_end = tl.minimum(k_first + SPAN_K, K)
-        for c0 in range(part * BLOCK_C, num_columns, PARTS * BLOCK_C):
-            c = c0 + tl.arange(0, BLOCK_C)
-            is_up = c >= lora_rank
-            r = c - tl.where(is_up, lora_rank, 0)
-            a = ((tl.where(is_up, up_address, address) // 16) * 16).to(tl.pointer_type(dtype))
-            acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-            acc = _shrink_loop(acc, x_row_ptrs, row_mask, a + r.to(tl.int64) * K, c < num_columns, k_first, k_end, K,
-                               BLOCK_K, STAGES)  # fmt: skip
-            mask = row_mask[:, None] & (c < num_columns)[None, :]
-            offsets = _shrunk(is_up, pos, r, num_rows, s_stride)
-            if SPLITS == 1:
-                scaled = acc * tl.where(is_up, up_scale, scale)[None, :]
-                tl.store(s_ptr + offsets, scaled.to(dtype), mask=mask)
-            else:
-                rows = (split * NUM_PROJ * num_rows).to(tl.int64) * s_stride
-                tl.store(partial_ptr + rows + offsets, acc, mask=mask)
-        if SPLITS > 1:
-            tl.debug_barrier()
-            arrived = tl.atomic_add(route.pair_done + entry, 1, sem="acq_rel", scope="gpu")
-            if arrived == SPLITS - 1:
-                for c0 in range(part * BLOCK_C, num_columns, PARTS * BLOCK_C):
-                    c = c0 + tl.arange(0, BLOCK_C)
-                    is_up = c >= lora_rank
-                    r = c - tl.where(is_up, lora_rank, 0)
-                    mask = row_mask[:, None] & (c < num_columns)[None, :]
-                    offsets = _shrunk(is_up, pos, r, num_rows, s_stride)
-                    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-                    for i in tl.static_range(SPLITS):
-                        rows = (i * NUM_PROJ * num_rows).to(tl.int64) * s_stride
-                        acc += tl.load(partial_ptr + rows + offsets, mask=mask, other=0.0, cache_modifier=".cg")
-                    scaled = acc * tl.where(is_up, up_scale, scale)[None, :]
-                    tl.store(s_ptr + offsets, scaled.to(dtype), mask=mask)
-                tl.store(route.pair_done + entry, 0)
+        done_ptr = route.pair_done + entry
+        if PARTS == 1 and BLOCK_C > NARROW_COLUMNS and num_columns <= NARROW_COLUMNS:
+            _shrink_columns(x_row_ptrs, s_ptr, partial_ptr, done_ptr, pos, row_mask, 0, num_columns, lora_rank,
+                            address, up_address, scale, up_scale, split, num_rows, s_stride, K, NUM_PROJ, BLOCK_M,
+                            NARROW_COLUMNS, NARROW_BLOCK_K, NARROW_COLUMNS, SPLITS, STAGES)  # fmt: skip
+        else:
+            _shrink_columns(x_row_ptrs, s_ptr, partial_ptr, done_ptr, pos, row_mask, part * BLOCK_C, num_columns,
+                            lora_rank, address, up_address, scale, up_scale, split, num_rows, s_stride, K, NUM_PROJ,
+                            BLOCK_M, BLOCK_C, BLOCK_K, PARTS * BLOCK_C, SPLITS, STAGES)  # fmt: skip

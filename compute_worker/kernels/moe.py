@@ -3,7 +3,7 @@
 Split path (decode; at most six launches):
     route | gate/up GEMM + A shrinks | activation + B | down GEMM + A shrink | [grouped down B] | combine + B
 Fused path (prefill):
-    route | lists of columns | A shrinks | gate/up GEMM + B + activation | A shrink | down GEMM + B | combine
+    route | lists of columns, A shrinks | gate/up GEMM + B + activation | A shrink | down GEMM + B | combine
 
 Legend: T tokens, K experts per token, n = T * K rows, e local experts, D model dim, F expert dim, R lora rank.
 """
@@ -22,9 +22,10 @@ from compute_worker.kernels.activation import activation_kernel
 from compute_worker.kernels.adapter_table import AdapterTable, KernelTable
 from compute_worker.kernels.combine import combine_kernel, expand_down_kernel
 from compute_worker.kernels.config import GemmTile, MoEConfig, choose_config
-from compute_worker.kernels.delta_columns import Columns, list_columns_kernel, max_groups
+from compute_worker.kernels.delta_columns import Columns, max_groups
 from compute_worker.kernels.gemm import expert_gemm_kernel, gate_up_act_kernel, shrink_kernel
 from compute_worker.kernels.layout import MoEWeights
+from compute_worker.kernels.lora import NARROW_COLUMNS
 from compute_worker.kernels.route import Route, build_route, max_base_tiles, max_pair_tiles, unsorted_route
 
 _SHRINK_STAGE_BYTES = 24 << 10
@@ -77,21 +78,21 @@ class _Step:
         adapters do not take the GEMM's programs their room beside each other."""
         all_columns = num_proj * self.block_r
         columns = all_columns if splits > 1 else min(all_columns, max(16, self.config.shrink_columns))
-        row_bytes = self.x_TD.element_size() * (self.config.pair_block_m + columns)
-        largest = 1 << (_SHRINK_STAGE_BYTES // row_bytes).bit_length() - 1
-        return {"columns": columns, "block_k": max(32, min(self.config.shrink_block_k, largest)), "stages": 4}
+
+        def block_k(columns: int) -> int:
+            row_bytes = self.x_TD.element_size() * (self.config.pair_block_m + columns)
+            largest = 1 << (_SHRINK_STAGE_BYTES // row_bytes).bit_length() - 1
+            return max(32, min(self.config.shrink_block_k, largest))
+
+        narrow = block_k(min(columns, NARROW_COLUMNS.value))
+        return {"columns": columns, "block_k": block_k(columns), "narrow_block_k": narrow, "stages": 4}
 
     @property
     def max_groups(self) -> int:
         """Groups of columns that a base tile may have; 0 without a table."""
         if self.table is None:
             return 0
-        return max_groups(self.config.block_m, self.table.num_slots, self.table.max_lora_rank)
-
-    @property
-    def no_columns(self) -> Columns:
-        """What stands in for a list where no kernel reads one."""
-        return Columns(self.route.header, self.route.header)
+        return max_groups(self.config.block_m + self.config.extra_m, self.table.num_slots, self.table.max_lora_rank)
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.x_TD.dtype, device=self.x_TD.device)
@@ -134,7 +135,7 @@ def moe(
     else:
         route = build_route(
             topk_expert_TK, adapter_slot_T, num_experts=e, num_slots=num_slots, block_m=config.block_m,
-            pair_block_m=config.pair_block_m, pdl=config.pdl and on_gpu(x_TD),
+            pair_block_m=config.pair_block_m, extra_m=config.extra_m, pdl=config.pdl and on_gpu(x_TD),
         )  # fmt: skip
     step = _Step(
         x_TD=x_TD, topk_expert_TK=topk_expert_TK, topk_weight_TK=topk_weight_TK, adapter_slot_T=adapter_slot_T,
@@ -142,13 +143,13 @@ def moe(
         base_tiles=direct or max_base_tiles(n, e, config.block_m),
         pair_tiles=direct or max_pair_tiles(n, e, num_slots, config.pair_block_m), direct=direct,
     )  # fmt: skip
-    columns = _list_columns(step) if config.fused else (step.no_columns, step.no_columns)
-    act_nF = _gate_up_fused(step, top_k, columns[0]) if config.fused else _gate_up_split(step, top_k)
-    y_nD, down_s = _down(step, act_nF, columns[1])
+    lists = _empty_lists(step)
+    act_nF = _gate_up_fused(step, top_k, lists) if config.fused else _gate_up_split(step, top_k, lists)
+    y_nD, down_s = _down(step, act_nF, lists)
     return _combine(step, y_nD, down_s)
 
 
-def _gate_up_split(step: _Step, top_k: int) -> torch.Tensor:
+def _gate_up_split(step: _Step, top_k: int, lists: _Lists) -> torch.Tensor:
     """act [n, F]: GEMM with the shrinks in its grid, then activation with the expands."""
     w, table = step.weights, step.table
     f, config = w.intermediate_size, step.config
@@ -158,9 +159,8 @@ def _gate_up_split(step: _Step, top_k: int) -> torch.Tensor:
     first_proj, num_proj = (0, 2) if gated else (1, 1)
     # Without a gate the only column is `up`; its shrink result then takes the place of the second site.
     s_gemm = s if gated or table is None else s[1]
-    _gemm(
-        step, step.x_TD, w.gate_up_eND, w.gate_up_bias_eN, gate_up, s_gemm, config.gate_up, top_k, first_proj, num_proj
-    )
+    _gemm(step, step.x_TD, w.gate_up_eND, w.gate_up_bias_eN, gate_up, s_gemm, config.gate_up, top_k, first_proj,
+          num_proj, lists.gate_up)  # fmt: skip
     act = step.empty(step.num_rows, f)
     activation_kernel[(triton.cdiv(f, config.block_f * config.span), step.pair_tiles)](
         gate_up, act, s, step.route, step.pointers, w.num_experts, step.slots_1, step.num_rows, step.s_stride,
@@ -172,11 +172,19 @@ def _gate_up_split(step: _Step, top_k: int) -> torch.Tensor:
     return act
 
 
-def _list_columns(step: _Step) -> tuple[Columns, Columns]:
-    """What the epilogues of gate/up and down add to each base tile."""
-    w, table = step.weights, step.table
-    if table is None:
-        return step.no_columns, step.no_columns
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Lists:
+    """What the epilogues add to each base tile; the launch of the gate and up shrinks writes both."""
+
+    gate_up: Columns
+    down: Columns
+
+
+def _empty_lists(step: _Step) -> _Lists:
+    """Where no kernel reads a list, some other tensor stands in."""
+    nothing = Columns(step.route.header, step.route.header)
+    if step.table is None or not step.config.fused:
+        return _Lists(gate_up=nothing, down=nothing)
     tiles, device = step.base_tiles, step.x_TD.device
     gate_up, down = (
         Columns(
@@ -185,22 +193,17 @@ def _list_columns(step: _Step) -> tuple[Columns, Columns]:
         )
         for num_proj in (2, 1)
     )
-    list_columns_kernel[(2 * tiles,)](
-        step.route, gate_up, down, step.pointers, tiles, w.num_experts, step.slots_1, step.max_groups,
-        B_STEP=2 if w.interleaved else 1, BLOCK_M=step.config.block_m, ITEM_BYTES=step.x_TD.element_size(),
-        DIRECT=step.direct, num_warps=4, **step.pdl,
-    )  # fmt: skip
-    return gate_up, down
+    return _Lists(gate_up=gate_up, down=down)
 
 
-def _gate_up_fused(step: _Step, top_k: int, columns: Columns) -> torch.Tensor:
+def _gate_up_fused(step: _Step, top_k: int, lists: _Lists) -> torch.Tensor:
     """act [n, F]: shrinks alone, then one GEMM whose epilogue expands and activates."""
     w, config, tile = step.weights, step.config, step.config.gate_up
     if not w.activation.gated:
         raise ValueError(f"the fused path needs a gated activation, got {w.activation.name}: use a split configuration")
     s = step.shrunk(2)
     if step.table is not None:
-        _shrink(step, step.x_TD, s, top_k, 0, 2, config.shrink_splits)
+        _shrink(step, step.x_TD, s, top_k, 0, 2, config.shrink_splits, lists, writes_lists=True)
     f, d = w.intermediate_size, w.hidden_size
     act = step.empty(step.num_rows, f)
     tma = tile.tma and not w.interleaved and f % tile.block_n == 0
@@ -208,29 +211,30 @@ def _gate_up_fused(step: _Step, top_k: int, columns: Columns) -> torch.Tensor:
     # Deltas want two accumulators from the start: parted before them, they cost more than one product saves.
     wide = tma and config.block_m >= 64 and step.table is None
     gate_up_act_kernel[(step.base_tiles * triton.cdiv(f, tile.block_n),)](
-        step.x_TD, _gate_up_weight(w.gate_up_eND, tile, tma, wide), _bias(w.gate_up_bias_eN, act), act, s, step.route,
-        step.pointers, columns, w.num_experts, step.slots_1, step.num_rows, step.s_stride, step.max_groups,
+        step.x_TD, _gate_up_weight(w.gate_up_eND, tile, tma, wide), _weight(w.gate_up_eND, tile, tma),
+        _bias(w.gate_up_bias_eN, act), act, s, step.route, step.pointers, lists.gate_up, w.num_experts, step.slots_1,
+        step.num_rows, step.s_stride, step.max_groups,
         w.swiglu_alpha, w.swiglu_limit, F=f, K=d, TOP_K=top_k, INTERLEAVED=w.interleaved, ACTIVATION=int(w.activation),
         HAS_LORA=step.table is not None, HAS_BIAS=w.gate_up_bias_eN is not None, BLOCK_M=config.block_m,
-        TAIL_M=config.tail_m, BLOCK_F=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.num_stages, USE_TMA=tma,
-        WIDE=wide, N_FASTEST=tile.n_fastest, COLUMNS=config.delta_columns, DIRECT=step.direct,
-        num_warps=tile.num_warps, **step.pdl,
+        TAIL_M=config.tail_m, EXTRA_M=config.extra_m, BLOCK_F=tile.block_n, BLOCK_K=tile.block_k,
+        STAGES=tile.num_stages, USE_TMA=tma, WIDE=wide, N_FASTEST=tile.n_fastest, COLUMNS=config.delta_columns,
+        DIRECT=step.direct, num_warps=tile.num_warps, **step.pdl,
     )  # fmt: skip
     return act
 
 
-def _down(step: _Step, act_nF: torch.Tensor, columns: Columns) -> tuple[torch.Tensor, torch.Tensor]:
+def _down(step: _Step, act_nF: torch.Tensor, lists: _Lists) -> tuple[torch.Tensor, torch.Tensor]:
     """(y [n, D] by position, shrink results that combine still has to expand)."""
     w, config = step.weights, step.config
     y = step.empty(step.num_rows, w.hidden_size)
     s = step.shrunk(1)
     if step.table is None:
-        _gemm(step, act_nF, w.down_eDF, w.down_bias_eD, y, s, config.down, 0, 2, 0)
+        _gemm(step, act_nF, w.down_eDF, w.down_bias_eD, y, s, config.down, 0, 2, 0, lists.down)
     elif config.expand_down == "epilogue":
-        _shrink(step, act_nF, s, 0, 2, 1, config.down_shrink_splits)
-        _gemm(step, act_nF, w.down_eDF, w.down_bias_eD, y, s, config.down, 0, 2, 0, columns)
+        _shrink(step, act_nF, s, 0, 2, 1, config.down_shrink_splits, lists)
+        _gemm(step, act_nF, w.down_eDF, w.down_bias_eD, y, s, config.down, 0, 2, 0, lists.down, expands=True)
     else:
-        _gemm(step, act_nF, w.down_eDF, w.down_bias_eD, y, s, config.down, 0, 2, 1)
+        _gemm(step, act_nF, w.down_eDF, w.down_bias_eD, y, s, config.down, 0, 2, 1, lists.down)
         if config.expand_down == "grouped":
             block_d = min(128, triton.next_power_of_2(w.hidden_size))
             expand_down_kernel[(triton.cdiv(w.hidden_size, block_d * config.span), step.pair_tiles)](
@@ -269,9 +273,11 @@ def _gemm(
     top_k: int,
     shrink_proj: int,
     num_proj: int,
-    columns: Columns | None = None,
+    columns: Columns,
+    *,
+    expands: bool = False,
 ) -> None:
-    """Launch expert_gemm_kernel; shrinks (num_proj > 0) and the expand (by columns) need a table."""
+    """Launch expert_gemm_kernel; shrinks (num_proj > 0) and expands need a table."""
     _, n, k = weight_eNK.shape
     num_proj = num_proj if step.table is not None else 0
     tma = tile.tma and n % tile.block_n == 0
@@ -279,29 +285,35 @@ def _gemm(
     num_shrink = step.pair_tiles * num_proj * step.block_r // shrink["columns"]
     expert_gemm_kernel[(num_shrink + step.base_tiles * triton.cdiv(n, tile.block_n),)](
         x, _weight(weight_eNK, tile, tma), _bias(bias_eN, out), out, s, step.route, step.pointers,
-        columns or step.no_columns, num_shrink, step.weights.num_experts, step.slots_1, step.num_rows, step.s_stride,
+        columns, num_shrink, step.weights.num_experts, step.slots_1, step.num_rows, step.s_stride,
         step.max_groups, N=n, K=k, TOP_K=top_k,
-        SHRINK_PROJ=shrink_proj, NUM_PROJ=num_proj, EXPANDS=columns is not None, HAS_BIAS=bias_eN is not None,
-        BLOCK_M=step.config.block_m, TAIL_M=step.config.tail_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        STAGES=tile.num_stages, SWAP=tile.swap, USE_TMA=tma, N_FASTEST=tile.n_fastest,
+        SHRINK_PROJ=shrink_proj, NUM_PROJ=num_proj, EXPANDS=expands, HAS_BIAS=bias_eN is not None,
+        BLOCK_M=step.config.block_m, TAIL_M=step.config.tail_m, EXTRA_M=step.config.extra_m, BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k, STAGES=tile.num_stages, SWAP=tile.swap, USE_TMA=tma, N_FASTEST=tile.n_fastest,
         PAIR_BLOCK_M=step.config.pair_block_m, SHRINK_BLOCK_C=shrink["columns"], SHRINK_BLOCK_K=shrink["block_k"],
+        SHRINK_NARROW_K=shrink["narrow_block_k"],
         SHRINK_STAGES=shrink["stages"], BLOCK_R=step.block_r, COLUMNS=step.config.delta_columns,
         DIRECT=step.direct, num_warps=tile.num_warps, **step.pdl,
     )  # fmt: skip
 
 
 def _shrink(
-    step: _Step, x: torch.Tensor, s: torch.Tensor, top_k: int, first_proj: int, num_proj: int, splits: int
-) -> None:
-    """Launch shrink_kernel, which writes s."""
+    step: _Step, x: torch.Tensor, s: torch.Tensor, top_k: int, first_proj: int, num_proj: int, splits: int,
+    lists: _Lists, *, writes_lists: bool = False,
+) -> None:  # fmt: skip
+    """Launch shrink_kernel, which writes s and, if asked to, the lists of columns."""
     splits = 1 if step.direct else splits
     blocks = step.shrink_blocks(num_proj, splits)
     partial = torch.empty((splits, *s.shape), dtype=torch.float32, device=s.device) if splits > 1 else s
-    shrink_kernel[(step.pair_tiles * splits * num_proj * step.block_r // blocks["columns"],)](
-        x, s, partial, step.route, step.pointers, step.weights.num_experts, step.slots_1, step.num_rows, step.s_stride,
-        K=x.shape[1], TOP_K=top_k, FIRST_PROJ=first_proj, NUM_PROJ=num_proj, PAIR_BLOCK_M=step.config.pair_block_m,
-        BLOCK_C=blocks["columns"], BLOCK_K=blocks["block_k"], BLOCK_R=step.block_r, SPLITS=splits,
-        STAGES=blocks["stages"], DIRECT=step.direct, num_warps=4, **step.pdl,
+    num_shrinks = step.pair_tiles * splits * num_proj * step.block_r // blocks["columns"]
+    shrink_kernel[(num_shrinks + (2 * step.base_tiles if writes_lists else 0),)](
+        x, s, partial, step.route, step.pointers, lists.gate_up, lists.down, step.base_tiles, step.weights.num_experts,
+        step.slots_1, step.num_rows, step.s_stride, step.max_groups, K=x.shape[1], TOP_K=top_k, FIRST_PROJ=first_proj,
+        NUM_PROJ=num_proj, B_STEP=2 if step.weights.interleaved else 1, LISTS=writes_lists,
+        BASE_BLOCK_M=triton.next_power_of_2(step.config.block_m + step.config.extra_m),
+        PAIR_BLOCK_M=step.config.pair_block_m, BLOCK_C=blocks["columns"], BLOCK_K=blocks["block_k"],
+        NARROW_BLOCK_K=blocks["narrow_block_k"], BLOCK_R=step.block_r, SPLITS=splits, STAGES=blocks["stages"],
+        DIRECT=step.direct, num_warps=4, **step.pdl,
     )  # fmt: skip
 
 

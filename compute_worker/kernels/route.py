@@ -2,8 +2,8 @@
 
 A row is one (token, k) with a local expert; its id is token * K + k. Rows are ordered by
 `bin = expert * (num_slots + 1) + adapter_slot + 1`: all rows of an expert are neighbours (base tiles, expert-uniform,
-BLOCK_M rows) and, inside it, all rows of an adapter (pair tiles, adapter-uniform, PAIR_BLOCK_M rows). Rows of remote
-experts (-1) sort last and belong to no tile.
+BLOCK_M rows, an expert's last up to EXTRA_M more) and, inside it, all rows of an adapter (pair tiles, adapter-uniform,
+PAIR_BLOCK_M rows). Rows of remote experts (-1) sort last and belong to no tile.
 
 Example: K = 1, 2 slots, experts [1, 0, 1, 1], adapter slots [0, -1, -1, 0], BLOCK_M = 2:
     bin = [4, 0, 3, 4], sorted_row = [1, 2, 0, 3], row_pos = [2, 0, 1, 3]
@@ -43,7 +43,7 @@ class Route(NamedTuple):
     tile_start: torch.Tensor
     tile_count: torch.Tensor
     tile_row: torch.Tensor
-    """[base tiles * BLOCK_M]: row ids by base tile, so that a program finds its rows by its number alone."""
+    """[base tiles * (BLOCK_M + EXTRA_M)]: row ids by base tile: a program finds its rows by its number alone."""
     pair_bin: torch.Tensor
     pair_start: torch.Tensor
     pair_count: torch.Tensor
@@ -64,23 +64,35 @@ def _row_bin(expert_ptr, slot_ptr, row, in_range, num_experts, slots_1, TOP_K: t
 
 
 @triton.jit
-def _write_rows(route, row, pos, bin_id, expert_start, tile_first, mask, BLOCK_M: tl.constexpr, slots_1):
-    """Scatter what each row knows: its place, in its base tile too, and, if it starts one, that tile's start."""
+def _num_tiles(count, BLOCK_M: tl.constexpr, EXTRA_M: tl.constexpr):
+    """Base tiles of an expert with so many rows."""
+    return tl.where(count > 0, tl.maximum((count - EXTRA_M + BLOCK_M - 1) // BLOCK_M, 1), 0)
+
+
+@triton.jit
+def _write_rows(route, row, pos, bin_id, expert_start, expert_count, tile_first, mask, slots_1, BLOCK_M: tl.constexpr,
+                EXTRA_M: tl.constexpr):  # fmt: skip
+    """Scatter what each row knows: its place, in its base tile too, and, if it starts one, that tile."""
     tl.store(route.sorted_row + pos, row, mask=mask)
     tl.store(route.row_pos + row, pos, mask=mask)
     tl.store(route.row_bin + pos, bin_id, mask=mask)
     rank_in_expert = pos - expert_start
-    starts = mask & (rank_in_expert % BLOCK_M == 0)
-    tile = tile_first + rank_in_expert // BLOCK_M
-    tl.store(route.tile_row + tile_first * BLOCK_M + rank_in_expert, row, mask=mask)
+    last = _num_tiles(expert_count, BLOCK_M, EXTRA_M) - 1
+    nth = tl.minimum(rank_in_expert // BLOCK_M, last)
+    tile = tile_first + nth
+    rank_in_tile = rank_in_expert - nth * BLOCK_M
+    tl.store(route.tile_row + tile * (BLOCK_M + EXTRA_M) + rank_in_tile, row, mask=mask)
+    starts = mask & (rank_in_tile == 0)
     tl.store(route.tile_expert + tile, bin_id // slots_1, mask=starts)
     tl.store(route.tile_start + tile, pos, mask=starts)
+    tl.store(route.tile_count + tile, tl.where(nth == last, expert_count - nth * BLOCK_M, BLOCK_M), mask=starts)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_experts", "slots_1"])
 def route_small_kernel(expert_ptr, slot_ptr, route, num_rows, num_experts, slots_1, TOP_K: tl.constexpr,
                        ALL_ROWS: tl.constexpr, ALL_EXPERTS: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr,
-                       BLOCK_M: tl.constexpr, PAIR_BLOCK_M: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                       BLOCK_M: tl.constexpr, EXTRA_M: tl.constexpr, PAIR_BLOCK_M: tl.constexpr,
+                       PDL: tl.constexpr):  # fmt: skip
     """Each program places BLOCK_I rows by counting, over all rows, those that sort before them."""
     wait_for_previous(PDL)
     row = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -111,7 +123,7 @@ def route_small_kernel(expert_ptr, slot_ptr, route, num_rows, num_experts, slots
     # Base tiles before each expert, from a histogram of all rows (remote ones land in bin num_experts).
     j = tl.arange(0, ALL_ROWS)
     expert_all, _ = _row_bin(expert_ptr, slot_ptr, j, j < num_rows, num_experts, slots_1, TOP_K)
-    tiles_of_expert = (tl.histogram(expert_all, ALL_EXPERTS) + BLOCK_M - 1) // BLOCK_M
+    tiles_of_expert = _num_tiles(tl.histogram(expert_all, ALL_EXPERTS), BLOCK_M, EXTRA_M)
     experts = tl.arange(0, ALL_EXPERTS)
     tile_first = tl.sum(tl.where(experts[None, :] < expert_i[:, None], tiles_of_expert[None, :], 0), 1)
     if tl.program_id(0) == 0:
@@ -119,12 +131,8 @@ def route_small_kernel(expert_ptr, slot_ptr, route, num_rows, num_experts, slots
         tl.store(route.header + 1, num_rows)
 
     local = in_range & (expert_i < num_experts)
-    _write_rows(route, row, pos, bin_i, expert_start, tile_first, local, BLOCK_M, slots_1)
+    _write_rows(route, row, pos, bin_i, expert_start, expert_count, tile_first, local, slots_1, BLOCK_M, EXTRA_M)
     tl.store(route.row_pos + row, -1, mask=in_range & (expert_i == num_experts))
-    rank_in_expert = pos - expert_start
-    tile = tile_first + rank_in_expert // BLOCK_M
-    count = tl.minimum(expert_count - rank_in_expert, BLOCK_M)
-    tl.store(route.tile_count + tile, count, mask=local & (rank_in_expert % BLOCK_M == 0))
     # The pair tile that starts at a position sits at that index; other indices hold an empty entry.
     starts_pair = local & (rank_in_bin % PAIR_BLOCK_M == 0)
     pair_count = tl.where(starts_pair, tl.minimum(bin_count - rank_in_bin, PAIR_BLOCK_M), 0)
@@ -148,7 +156,7 @@ def count_kernel(expert_ptr, slot_ptr, bin_count_ptr, rank_ptr, num_rows, num_ex
 
 @triton.jit(do_not_specialize=["num_experts", "slots_1"])
 def scan_kernel(bin_count_ptr, bin_start_ptr, pair_first_ptr, tile_first_ptr, header_ptr, num_experts, slots_1,
-                BLOCK_B: tl.constexpr, ALL_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+                BLOCK_B: tl.constexpr, ALL_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, EXTRA_M: tl.constexpr,
                 PAIR_BLOCK_M: tl.constexpr):  # fmt: skip
     """One program: exclusive sums over bins of rows and pair tiles, then over experts of base tiles."""
     num_bins = num_experts * slots_1
@@ -169,7 +177,7 @@ def scan_kernel(bin_count_ptr, bin_start_ptr, pair_first_ptr, tile_first_ptr, he
     e = tl.arange(0, ALL_EXPERTS)
     start = tl.load(bin_start_ptr + e * slots_1, mask=e < num_experts, other=0)
     end = tl.load(bin_start_ptr + (e + 1) * slots_1, mask=e < num_experts, other=0)
-    tiles = (end - start + BLOCK_M - 1) // BLOCK_M
+    tiles = _num_tiles(end - start, BLOCK_M, EXTRA_M)
     tl.store(tile_first_ptr + e, tl.cumsum(tiles, 0) - tiles, mask=e < num_experts)
     tl.store(header_ptr, tl.sum(tiles, 0))
 
@@ -177,7 +185,7 @@ def scan_kernel(bin_count_ptr, bin_start_ptr, pair_first_ptr, tile_first_ptr, he
 @triton.jit(do_not_specialize=["num_rows", "num_experts", "slots_1"])
 def place_kernel(expert_ptr, slot_ptr, bin_count_ptr, bin_start_ptr, pair_first_ptr, tile_first_ptr, rank_ptr, route,
                  num_rows, num_experts, slots_1, TOP_K: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_M: tl.constexpr,
-                 PAIR_BLOCK_M: tl.constexpr):  # fmt: skip
+                 EXTRA_M: tl.constexpr, PAIR_BLOCK_M: tl.constexpr):  # fmt: skip
     """Turn (bin, rank in bin) into positions and tile entries."""
     row = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     in_range = row < num_rows
@@ -191,11 +199,8 @@ def place_kernel(expert_ptr, slot_ptr, bin_count_ptr, bin_start_ptr, pair_first_
     expert_start = tl.load(bin_start_ptr + expert * slots_1, mask=local, other=0)
     expert_end = tl.load(bin_start_ptr + (expert + 1) * slots_1, mask=local, other=0)
     tile_first = tl.load(tile_first_ptr + expert, mask=local, other=0)
-    _write_rows(route, row, pos, bin_id, expert_start, tile_first, local, BLOCK_M, slots_1)
-    rank_in_expert = pos - expert_start
-    tile = tile_first + rank_in_expert // BLOCK_M
-    starts = local & (rank_in_expert % BLOCK_M == 0)
-    tl.store(route.tile_count + tile, tl.minimum(expert_end - pos, BLOCK_M), mask=starts)
+    _write_rows(route, row, pos, bin_id, expert_start, expert_end - expert_start, tile_first, local, slots_1, BLOCK_M,
+                EXTRA_M)  # fmt: skip
     pair = tl.load(pair_first_ptr + bin_id, mask=local, other=0) + rank // PAIR_BLOCK_M
     starts_pair = local & (rank % PAIR_BLOCK_M == 0)
     tl.store(route.pair_bin + pair, bin_id, mask=starts_pair)
@@ -233,18 +238,20 @@ def build_route(
     num_slots: int,
     block_m: int,
     pair_block_m: int,
+    extra_m: int = 0,
     pdl: bool = False,
 ) -> Route:
     """Sort and tile the rows of one step; launches only, never waits for the device.
 
     topk_expert_TK: int32 or int64 [T, K], -1 where the expert is elsewhere. adapter_slot_T: int [T], -1 without one.
-    pdl: launch with programmatic dependent launch (one-launch path only).
+    block_m, extra_m, pair_block_m: see MoEConfig. pdl: launch with programmatic dependent launch (one-launch path
+    only).
     """
     n, top_k = topk_expert_TK.numel(), topk_expert_TK.shape[1]
     device, slots_1 = topk_expert_TK.device, num_slots + 1
     num_tiles = max_base_tiles(n, num_experts, block_m)
     num_pairs = max_pair_tiles(n, num_experts, num_slots, pair_block_m)
-    sizes = [2, n, n, n, *[num_tiles] * 3, num_tiles * block_m, *[num_pairs] * 4]
+    sizes = [2, n, n, n, *[num_tiles] * 3, num_tiles * (block_m + extra_m), *[num_pairs] * 4]
     # One allocation; every part starts at a multiple of 4 integers so that kernels see aligned pointers.
     padded = [triton.cdiv(size, 4) * 4 for size in sizes]
     buffer = torch.empty(sum(padded), dtype=torch.int32, device=device)
@@ -255,7 +262,8 @@ def build_route(
         route_small_kernel[(triton.cdiv(n, block_i),)](
             topk_expert_TK, adapter_slot_T, route, n, num_experts, slots_1, TOP_K=top_k,
             ALL_ROWS=all_rows, ALL_EXPERTS=all_experts, BLOCK_I=block_i, BLOCK_J=min(512, max(128, all_rows)),
-            BLOCK_M=block_m, PAIR_BLOCK_M=pair_block_m, PDL=pdl, launch_pdl=pdl, num_warps=1 if n <= 128 else 4,
+            BLOCK_M=block_m, EXTRA_M=extra_m, PAIR_BLOCK_M=pair_block_m, PDL=pdl, launch_pdl=pdl,
+            num_warps=1 if n <= 128 else 4,
         )  # fmt: skip
         return route
     num_bins = num_experts * slots_1
@@ -272,10 +280,10 @@ def build_route(
     scan_kernel[(1,)](
         bin_count, bin_start, pair_first, tile_first, route.header, num_experts, slots_1,
         BLOCK_B=min(4096, triton.next_power_of_2(num_bins)), ALL_EXPERTS=all_experts, BLOCK_M=block_m,
-        PAIR_BLOCK_M=pair_block_m, num_warps=8,
+        EXTRA_M=extra_m, PAIR_BLOCK_M=pair_block_m, num_warps=8,
     )  # fmt: skip
     place_kernel[grid](
         topk_expert_TK, adapter_slot_T, bin_count, bin_start, pair_first, tile_first, rank, route, n, num_experts,
-        slots_1, TOP_K=top_k, BLOCK_I=block_i, BLOCK_M=block_m, PAIR_BLOCK_M=pair_block_m,
+        slots_1, TOP_K=top_k, BLOCK_I=block_i, BLOCK_M=block_m, EXTRA_M=extra_m, PAIR_BLOCK_M=pair_block_m,
     )  # fmt: skip
     return route

@@ -42,13 +42,13 @@ def base_tile(route, index, num_experts, NUM_N_BLOCKS: tl.constexpr, N_FASTEST: 
 
 
 @triton.jit
-def row_of_base_tile(route, tile, TILE_M: tl.constexpr, BLOCK_M: tl.constexpr, TOP_K: tl.constexpr,
+def row_of_base_tile(route, tile, FIRST: tl.constexpr, NUM: tl.constexpr, TILE_M: tl.constexpr, TOP_K: tl.constexpr,
                      DIRECT: tl.constexpr, CACHE: tl.constexpr):  # fmt: skip
-    """Row of x of the first BLOCK_M rows of a base tile, undefined past its count; int32.
+    """Row of x of rows FIRST to FIRST + NUM of a base tile, undefined past its count; int32.
 
     TILE_M: rows that a base tile may have. Needs nothing that is loaded, so it waits for nothing.
     """
-    m = tl.arange(0, BLOCK_M)
+    m = FIRST + tl.arange(0, NUM)
     if DIRECT > 0:
         x_row = tile // TOP_K + m
     else:

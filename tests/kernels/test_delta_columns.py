@@ -7,8 +7,11 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
+import triton
+import triton.language as tl
+
 from compute_worker.kernels import moe, moe_reference
-from compute_worker.kernels.delta_columns import GROUP, Columns, list_columns_kernel, max_groups
+from compute_worker.kernels.delta_columns import GROUP, Columns, list_columns, max_groups
 from compute_worker.kernels.route import build_route, max_base_tiles
 from tests.kernels.cases import (
     DEVICE,
@@ -30,6 +33,13 @@ SETTINGS = {
     "32": LISTED,
     "64_rows": dataclasses.replace(LISTED, block_m=64, tail_m=16, delta_columns=64),
 }
+
+
+@triton.jit
+def _list_kernel(route, gate_up, down, table, num_tiles, num_experts, slots_1, max_groups, B_STEP: tl.constexpr,
+                 BLOCK_M: tl.constexpr, ITEM_BYTES: tl.constexpr):  # fmt: skip
+    list_columns(tl.program_id(0), route, gate_up, down, table, num_tiles, num_experts, slots_1, max_groups, B_STEP,
+                 BLOCK_M, ITEM_BYTES, 0)  # fmt: skip
 
 
 def _ranks(rank, num_experts=4):
@@ -74,9 +84,9 @@ def test_lists_hold_the_adapters_of_each_tile_and_no_other(interleaved):
         )
         for projections in (2, 1)
     )
-    list_columns_kernel[(2 * tiles,)](
+    _list_kernel[(2 * tiles,)](
         route, gate_up, down, table.for_kernels, tiles, 2, NUM_SLOTS + 1, groups, B_STEP=step, BLOCK_M=BLOCK_M,
-        ITEM_BYTES=item, DIRECT=0, PDL=False,
+        ITEM_BYTES=item,
     )  # fmt: skip
     for columns, first, projections in ((gate_up, 0, 2), (down, 2, 1)):
         for tile, (expert, slots) in enumerate(_tiles(expert_TK, slot_T)):

@@ -1,6 +1,8 @@
 """The whole expert layer against its fp32 reference, both paths, every kind of row and adapter."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from compute_worker.kernels import Activation, GemmTile, MoEConfig, moe, moe_reference
+from compute_worker.kernels import config as moe_config
 from compute_worker.kernels import route as route_module
 from tests.kernels.cases import (
     DEVICE,
@@ -118,6 +121,56 @@ def test_a_last_tile_of_few_rows(name):
     assert relative_error(base[base_rows], expected[base_rows]) < TOLERANCE
     # The interpreter multiplies by numpy, whose sums depend on how many rows a product has.
     assert DEVICE.type == "cpu" or torch.equal(base[base_rows], got[base_rows])
+
+
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("num_rows", [64, 65, 80, 81, 96, 97])
+def test_a_last_tile_of_more_rows(num_rows, tma):
+    """Up to 16 or 32 rows more than the 64 of a tile, or of its second, with deltas and, in one product, without."""
+    tile = dataclasses.replace(_TILE, tma=tma)
+    config = dataclasses.replace(
+        CONFIGS["fused"], block_m=64, extra_m=16 if num_rows < 90 else 32, gate_up=tile,
+        down=dataclasses.replace(tile, block_n=16),
+    )  # fmt: skip
+    shape = Shape(top_k=1, biased=True)
+    batch = make_batch(shape, num_rows + 64, [0, 1, 3, -1])
+    batch[1][:num_rows] = 1
+    batch[1][num_rows:] = 2
+    got, expected = _run(shape, batch, config, WHOLE_BLOCKS, max_lora_rank=128)
+    assert relative_error(got, expected) < TOLERANCE
+    base_rows = batch[3] == -1
+    base = moe(*batch[:3], torch.full_like(batch[3], -1), make_weights(shape), None, config=config)
+    assert relative_error(base[base_rows], expected[base_rows]) < TOLERANCE
+    assert DEVICE.type == "cpu" or torch.equal(base[base_rows], got[base_rows])
+
+
+def _shipped_tiles():
+    """Every configuration that ships for an H200, by shape and bucket."""
+    path = Path(moe_config.__file__).parent / "configs" / "NVIDIA_H200.json"
+    return {
+        f"{shape.split('_')[0]} {bucket}": MoEConfig.from_dict(values)
+        for shape, buckets in json.loads(path.read_text()).items()
+        for bucket, values in buckets.items()
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="numpy's sums depend on how many rows a product has")
+@pytest.mark.parametrize("name", _shipped_tiles())
+def test_bits_of_a_row_do_not_depend_on_its_place(name):
+    """A row of a real configuration is the same in a full tile, a last one of few rows and one of more."""
+    config = _shipped_tiles()[name]
+    shape = Shape(top_k=1, hidden_size=512, intermediate_size=512)
+    weights = make_weights(shape)
+    rows = config.block_m + max(config.extra_m, config.tail_m, 8) + 3
+    x, expert, weight, slot = make_batch(shape, rows, [-1])
+    expert[:] = 1
+    whole = moe(x, expert, weight, slot, weights, None, config=config)
+    for first, count in ((0, 2), (0, config.tail_m or 3), (3, config.block_m), (2, config.block_m + config.extra_m),
+                         (rows - 5, 5)):  # fmt: skip
+        part = slice(first, first + count)
+        alone = moe(x[part], expert[part], weight[part], slot[part], weights, None, config=config)
+        assert torch.equal(alone, whole[part]), (first, count)
 
 
 @pytest.mark.parametrize("name", ["split", "split_pdl", "fused", "fused_32_columns"])
