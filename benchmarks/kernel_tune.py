@@ -81,6 +81,7 @@ def neighbours(best: MoEConfig, field: str) -> Iterator[MoEConfig]:
             "block_d": [32, 64, 128, 256], "combine_warps": [2, 4, 8], "block_f": [32, 64, 128],
             "act_warps": [1, 2, 4], "span": [1, 2, 3, 6], "shrink_block_k": [64, 128, 256],
             "pair_block_m": [16, 32, 64], "pdl": [True, False], "delta_columns": [32, 64], "extra_m": [0, 16, 32],
+            "lora_extra_m": [0, 16, 32],
         }  # fmt: skip
         values = by_field[field]
     for value in values:
@@ -91,7 +92,8 @@ def neighbours(best: MoEConfig, field: str) -> Iterator[MoEConfig]:
 def fields_of(config: MoEConfig) -> list[str]:
     """Fields worth varying, the costliest first. Decode tiles differ by about 1 %: their search is the last."""
     if config.fused:
-        return ["delta_columns", "pdl", "extra_m", "gate_up", "down", "order", "pair_block_m", "shrink_block_k"]
+        rows = ["extra_m", "lora_extra_m", "pair_block_m"]
+        return ["delta_columns", "pdl", "gate_up", "down", "order", *rows, "shrink_block_k"]
     if config.block_m >= 64:
         return ["gate_up", "down", "span", "order", "shrink_block_k", "pair_block_m"]
     fields = ["span", "pdl", "act_warps", "shrink_block_k"]

@@ -55,16 +55,7 @@ def _variants(shape: Shape, tokens: int, device_name: str) -> dict[str, MoEConfi
     if first.block_m >= 64:
         for extra in {0, 16, 32} - {first.extra_m}:
             out[f"extra {extra}"] = replace(first, extra_m=extra)
-        fewer = replace(
-            first,
-            block_m=64,
-            tail_m=16,
-            gate_up=_tile(first.gate_up, num_stages=3),
-            down=_tile(first.down, num_stages=3),
-        )
-        for extra in (16, 32):
-            if first.block_m == 128 and tokens == 1024:
-                out[f"rows 64, extra {extra}"] = replace(fewer, extra_m=extra)
+            out[f"extra {extra}, LoRA too"] = replace(first, extra_m=extra, lora_extra_m=extra)
     for rows in {16, 32, 64} - {first.pair_block_m}:
         if tokens >= 4096:
             out[f"pairs of {rows}"] = replace(first, pair_block_m=rows)
@@ -77,7 +68,7 @@ def _tile(tile: GemmTile, **changes: Any) -> GemmTile:
 
 def _base_of(config: MoEConfig) -> MoEConfig:
     """The same for all settings that launch the same without adapters."""
-    return replace(config, pdl=False, delta_columns=64, pair_block_m=16) if config.fused else config
+    return replace(config, pdl=False, delta_columns=64, pair_block_m=16, lora_extra_m=0) if config.fused else config
 
 
 def cells_of(tokens: int) -> Iterator[tuple[int, tuple[int, ...]]]:

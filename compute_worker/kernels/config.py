@@ -52,8 +52,10 @@ class MoEConfig:
     tail_m: int = 0
     """Base tiles of at most this many rows run in a body of so many rows (0: all take block_m)."""
     extra_m: int = 0
-    """Rows more that an expert's last base tile may have: they meet the weights that its others have brought (16 or 32;
-    0: they get a tile of their own). Not beside weights on the M side of a product."""
+    """In a step without adapters, rows more that an expert's last base tile may have: they meet the weights that its
+    others have brought (16 or 32; 0: they get a tile of their own). Not with swap."""
+    lora_extra_m: int = 0
+    """The same for a step with adapters; a row's bits do not depend on its tile."""
     expand_down: str = "combine"
     """Where the down delta is added: combine (row by row) | grouped (its own launch, one pair tile a program) |
     epilogue (of the down GEMM; the fused path's only choice)."""
@@ -81,10 +83,12 @@ class MoEConfig:
     adapters, where a GEMM's main loop then begins beside the last shrinks."""
 
     def __post_init__(self) -> None:
-        if self.extra_m not in (0, 16, 32) or self.extra_m > self.block_m:
-            raise ValueError(f"extra_m must be 0, 16 or 32 and at most block_m {self.block_m}, got {self.extra_m}")
-        if self.extra_m and (self.gate_up.swap or self.down.swap):
-            raise ValueError("extra_m does not go with a tile that has the weights on the M side (swap)")
+        for name in ("extra_m", "lora_extra_m"):
+            rows = getattr(self, name)
+            if rows not in (0, 16, 32) or rows > self.block_m:
+                raise ValueError(f"{name} must be 0, 16 or 32 and at most block_m {self.block_m}, got {rows}")
+            if rows and (self.gate_up.swap or self.down.swap):
+                raise ValueError(f"{name} does not go with a tile that has the weights on the M side (swap)")
         if self.delta_columns not in (32, 64):
             raise ValueError(f"delta_columns must be 32 or 64, got {self.delta_columns}")
 

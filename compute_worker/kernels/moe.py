@@ -48,6 +48,8 @@ class _Step:
     pair_tiles: int
     direct: int
     """Rows of a step of one token, which needs no sort; 0 where `route` holds a sorted order."""
+    extra_m: int
+    """Rows that an expert's last base tile may have over block_m."""
 
     @property
     def slots_1(self) -> int:
@@ -92,7 +94,7 @@ class _Step:
         """Groups of columns that a base tile may have; 0 without a table."""
         if self.table is None:
             return 0
-        return max_groups(self.config.block_m + self.config.extra_m, self.table.num_slots, self.table.max_lora_rank)
+        return max_groups(self.config.block_m + self.extra_m, self.table.num_slots, self.table.max_lora_rank)
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.x_TD.dtype, device=self.x_TD.device)
@@ -130,18 +132,19 @@ def moe(
     num_slots = adapter_table.num_slots if adapter_table else 0
     e, n = weights.num_experts, num_tokens * top_k
     direct = n if num_tokens == 1 else 0
+    extra_m = config.lora_extra_m if adapter_table else config.extra_m
     if direct:
         route = unsorted_route(topk_expert_TK, adapter_slot_T)
     else:
         route = build_route(
             topk_expert_TK, adapter_slot_T, num_experts=e, num_slots=num_slots, block_m=config.block_m,
-            pair_block_m=config.pair_block_m, extra_m=config.extra_m, pdl=config.pdl and on_gpu(x_TD),
+            pair_block_m=config.pair_block_m, extra_m=extra_m, pdl=config.pdl and on_gpu(x_TD),
         )  # fmt: skip
     step = _Step(
         x_TD=x_TD, topk_expert_TK=topk_expert_TK, topk_weight_TK=topk_weight_TK, adapter_slot_T=adapter_slot_T,
         weights=weights, table=adapter_table, config=config, route=route, num_rows=n,
         base_tiles=direct or max_base_tiles(n, e, config.block_m),
-        pair_tiles=direct or max_pair_tiles(n, e, num_slots, config.pair_block_m), direct=direct,
+        pair_tiles=direct or max_pair_tiles(n, e, num_slots, config.pair_block_m), direct=direct, extra_m=extra_m,
     )  # fmt: skip
     lists = _empty_lists(step)
     act_nF = _gate_up_fused(step, top_k, lists) if config.fused else _gate_up_split(step, top_k, lists)
@@ -216,7 +219,7 @@ def _gate_up_fused(step: _Step, top_k: int, lists: _Lists) -> torch.Tensor:
         step.num_rows, step.s_stride, step.max_groups,
         w.swiglu_alpha, w.swiglu_limit, F=f, K=d, TOP_K=top_k, INTERLEAVED=w.interleaved, ACTIVATION=int(w.activation),
         HAS_LORA=step.table is not None, HAS_BIAS=w.gate_up_bias_eN is not None, BLOCK_M=config.block_m,
-        TAIL_M=config.tail_m, EXTRA_M=config.extra_m, BLOCK_F=tile.block_n, BLOCK_K=tile.block_k,
+        TAIL_M=config.tail_m, EXTRA_M=step.extra_m, BLOCK_F=tile.block_n, BLOCK_K=tile.block_k,
         STAGES=tile.num_stages, USE_TMA=tma, WIDE=wide, N_FASTEST=tile.n_fastest, COLUMNS=config.delta_columns,
         DIRECT=step.direct, num_warps=tile.num_warps, **step.pdl,
     )  # fmt: skip
@@ -288,7 +291,7 @@ def _gemm(
         columns, num_shrink, step.weights.num_experts, step.slots_1, step.num_rows, step.s_stride,
         step.max_groups, N=n, K=k, TOP_K=top_k,
         SHRINK_PROJ=shrink_proj, NUM_PROJ=num_proj, EXPANDS=expands, HAS_BIAS=bias_eN is not None,
-        BLOCK_M=step.config.block_m, TAIL_M=step.config.tail_m, EXTRA_M=step.config.extra_m, BLOCK_N=tile.block_n,
+        BLOCK_M=step.config.block_m, TAIL_M=step.config.tail_m, EXTRA_M=step.extra_m, BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k, STAGES=tile.num_stages, SWAP=tile.swap, USE_TMA=tma, N_FASTEST=tile.n_fastest,
         PAIR_BLOCK_M=step.config.pair_block_m, SHRINK_BLOCK_C=shrink["columns"], SHRINK_BLOCK_K=shrink["block_k"],
         SHRINK_NARROW_K=shrink["narrow_block_k"],
@@ -310,7 +313,7 @@ def _shrink(
         x, s, partial, step.route, step.pointers, lists.gate_up, lists.down, step.base_tiles, step.weights.num_experts,
         step.slots_1, step.num_rows, step.s_stride, step.max_groups, K=x.shape[1], TOP_K=top_k, FIRST_PROJ=first_proj,
         NUM_PROJ=num_proj, B_STEP=2 if step.weights.interleaved else 1, LISTS=writes_lists,
-        BASE_BLOCK_M=triton.next_power_of_2(step.config.block_m + step.config.extra_m),
+        BASE_BLOCK_M=triton.next_power_of_2(step.config.block_m + step.extra_m),
         PAIR_BLOCK_M=step.config.pair_block_m, BLOCK_C=blocks["columns"], BLOCK_K=blocks["block_k"],
         NARROW_BLOCK_K=blocks["narrow_block_k"], BLOCK_R=step.block_r, SPLITS=splits, STAGES=blocks["stages"],
         DIRECT=step.direct, num_warps=4, **step.pdl,

@@ -26,6 +26,8 @@ import triton.language as tl
 from compute_worker.kernels.lora import wait_for_previous
 
 SMALL_ROWS = 2048
+_COUNTERS = tl.constexpr(8)
+"""Counters of a bin, taken in turn by the programs that count: additions to one address wait for each other."""
 
 
 class Route(NamedTuple):
@@ -145,12 +147,13 @@ def route_small_kernel(expert_ptr, slot_ptr, route, num_rows, num_experts, slots
 @triton.jit(do_not_specialize=["num_rows", "num_experts", "slots_1"])
 def count_kernel(expert_ptr, slot_ptr, bin_count_ptr, rank_ptr, num_rows, num_experts, slots_1, TOP_K: tl.constexpr,
                  BLOCK_I: tl.constexpr):  # fmt: skip
-    """rank[row] = how many rows of its bin were counted before it; bin_count[bin] = rows in the bin."""
+    """rank[row] = how many rows of its bin this counter had before it; bin_count [_COUNTERS, bins]."""
     row = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     in_range = row < num_rows
     _, bin_id = _row_bin(expert_ptr, slot_ptr, row, in_range, num_experts, slots_1, TOP_K)
     local = bin_id < num_experts * slots_1
-    rank = tl.atomic_add(bin_count_ptr + bin_id, 1, mask=local)
+    counter = tl.program_id(0) % _COUNTERS
+    rank = tl.atomic_add(bin_count_ptr + counter * (num_experts * slots_1) + bin_id, 1, mask=local)
     tl.store(rank_ptr + row, rank, mask=in_range)
 
 
@@ -158,13 +161,20 @@ def count_kernel(expert_ptr, slot_ptr, bin_count_ptr, rank_ptr, num_rows, num_ex
 def scan_kernel(bin_count_ptr, bin_start_ptr, pair_first_ptr, tile_first_ptr, header_ptr, num_experts, slots_1,
                 BLOCK_B: tl.constexpr, ALL_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, EXTRA_M: tl.constexpr,
                 PAIR_BLOCK_M: tl.constexpr):  # fmt: skip
-    """One program: exclusive sums over bins of rows and pair tiles, then over experts of base tiles."""
+    """One program: exclusive sums over bins of rows and pair tiles, then over experts of base tiles.
+
+    In bin_count each counter becomes the sum of those before it.
+    """
     num_bins = num_experts * slots_1
     rows_before = tl.zeros([1], tl.int32)
     pairs_before = tl.zeros([1], tl.int32)
     for b0 in range(0, num_bins, BLOCK_B):
         b = b0 + tl.arange(0, BLOCK_B)
-        count = tl.load(bin_count_ptr + b, mask=b < num_bins, other=0)
+        count = tl.zeros([BLOCK_B], tl.int32)
+        for i in tl.static_range(_COUNTERS):
+            own = tl.load(bin_count_ptr + i * num_bins + b, mask=b < num_bins, other=0)
+            tl.store(bin_count_ptr + i * num_bins + b, count, mask=b < num_bins)
+            count += own
         pairs = (count + PAIR_BLOCK_M - 1) // PAIR_BLOCK_M
         tl.store(bin_start_ptr + b, rows_before + tl.cumsum(count, 0) - count, mask=b < num_bins)
         tl.store(pair_first_ptr + b, pairs_before + tl.cumsum(pairs, 0) - pairs, mask=b < num_bins)
@@ -192,9 +202,12 @@ def place_kernel(expert_ptr, slot_ptr, bin_count_ptr, bin_start_ptr, pair_first_
     _, bin_id = _row_bin(expert_ptr, slot_ptr, row, in_range, num_experts, slots_1, TOP_K)
     local = bin_id < num_experts * slots_1
     tl.store(route.row_pos + row, -1, mask=in_range & (bin_id >= num_experts * slots_1))
+    counter = tl.program_id(0) % _COUNTERS
     rank = tl.load(rank_ptr + row, mask=local, other=0)
-    count = tl.load(bin_count_ptr + bin_id, mask=local, other=0)
-    pos = tl.load(bin_start_ptr + bin_id, mask=local, other=0) + rank
+    rank += tl.load(bin_count_ptr + counter * (num_experts * slots_1) + bin_id, mask=local, other=0)
+    start = tl.load(bin_start_ptr + bin_id, mask=local, other=0)
+    count = tl.load(bin_start_ptr + bin_id + 1, mask=local, other=0) - start
+    pos = start + rank
     expert = bin_id // slots_1
     expert_start = tl.load(bin_start_ptr + expert * slots_1, mask=local, other=0)
     expert_end = tl.load(bin_start_ptr + (expert + 1) * slots_1, mask=local, other=0)
@@ -267,7 +280,7 @@ def build_route(
         )  # fmt: skip
         return route
     num_bins = num_experts * slots_1
-    bin_count = torch.zeros(num_bins, dtype=torch.int32, device=device)
+    bin_count = torch.zeros((_COUNTERS.value, num_bins), dtype=torch.int32, device=device)
     bin_start = torch.empty(num_bins + 1, dtype=torch.int32, device=device)
     pair_first = torch.empty(num_bins, dtype=torch.int32, device=device)
     tile_first = torch.empty(num_experts, dtype=torch.int32, device=device)

@@ -127,9 +127,9 @@ def test_a_last_tile_of_few_rows(name):
 @pytest.mark.parametrize("num_rows", [64, 65, 80, 81, 96, 97])
 def test_a_last_tile_of_more_rows(num_rows, tma):
     """Up to 16 or 32 rows more than the 64 of a tile, or of its second, with deltas and, in one product, without."""
-    tile = dataclasses.replace(_TILE, tma=tma)
+    tile, extra = dataclasses.replace(_TILE, tma=tma), 16 if num_rows < 90 else 32
     config = dataclasses.replace(
-        CONFIGS["fused"], block_m=64, extra_m=16 if num_rows < 90 else 32, gate_up=tile,
+        CONFIGS["fused"], block_m=64, extra_m=extra, lora_extra_m=extra, gate_up=tile,
         down=dataclasses.replace(tile, block_n=16),
     )  # fmt: skip
     shape = Shape(top_k=1, biased=True)
