@@ -181,6 +181,7 @@ def run_layer(layer: Layer, batch: Batch, index: int, tables: Sequence[AdapterTa
     )
 
 
+REST_SECONDS = 0.1
 Calls = Sequence[Callable[[], object]]
 
 
@@ -190,8 +191,14 @@ def graph_us(calls: Calls, replays: int) -> float:
 
 
 def graphs_us(calls: Mapping[str, Calls], replays: int) -> dict[str, float]:
-    """As `graph_us` for several, replayed in turn: what a warm GPU loses by the second, all of them lose."""
+    """As `graph_us` for several, replayed in turn: what a warm GPU loses by the second, all of them lose.
+
+    The GPU rests first. After a tenth of a second of large products it is at its power limit and lowers its clock by a
+    fifth, so that a cell's time would depend on what ran before it.
+    """
     graphs = {name: _capture(several) for name, several in calls.items()}
+    torch.cuda.synchronize()
+    time.sleep(REST_SECONDS)
     # A GPU that idled runs slowly at first, which a graph of microseconds would not outlast.
     warm_until = time.monotonic() + 0.02
     while time.monotonic() < warm_until:

@@ -32,7 +32,7 @@ from compute_worker.kernels import AdapterTable, GemmTile, MoEConfig, choose_con
 from compute_worker.kernels.config import shape_key, token_bucket
 
 MARGIN = 0.005
-TOKENS = {"a": (1, 8, 32, 64, 256, 1024, 4096, 16384), "b": (1, 64, 256, 1024, 4096), "c": (1, 64, 256, 1024, 4096)}
+TOKENS = {"a": (1, 8, 32, 64, 256, 1024, 4096, 16384), "b": (1, 64, 256, 1024, 4096), "c": (1, 32, 64, 256, 1024, 4096)}
 _SHIPPED = "shipped"
 
 
@@ -48,8 +48,12 @@ def _variants(shape: Shape, tokens: int, device_name: str) -> dict[str, MoEConfi
     if not first.fused:
         for span in {1, 2, 3} - {first.span}:
             out[f"span {span}"] = replace(first, span=span)
-        for columns in (64, 128):
-            out[f"shrinks of {columns}"] = replace(first, shrink_columns=columns)
+        other = "combine" if first.expand_down == "grouped" else "grouped"
+        out[other] = replace(first, expand_down=other)
+        for columns in (first.block_d // 2, 2 * first.block_d, 4 * first.block_d):
+            if first.expand_down == "combine":
+                out[f"combine {columns}"] = replace(first, block_d=columns)
+                out[f"combine {columns}, 8 warps"] = replace(first, block_d=columns, combine_warps=8)
         return out
     out[f"{96 - first.delta_columns} columns"] = replace(first, delta_columns=96 - first.delta_columns)
     if first.block_m >= 64:

@@ -17,12 +17,13 @@ from compute_worker.kernels.tiles import pair_tile
 
 
 @triton.jit
-def _position(pos_ptrs, expert, k, num_experts, DIRECT: tl.constexpr):
+def _position(pos_ptrs, expert_ptrs, k, num_experts, DIRECT: tl.constexpr):
     """Position of a token's row k, -1 for a remote one. DIRECT: there is one token, whose rows keep their places."""
     if DIRECT > 0:
+        expert = tl.load(expert_ptrs + k).to(tl.int32)
         pos = tl.where((expert >= 0) & (expert < num_experts), k, -1)
     else:
-        pos = tl.load(pos_ptrs + k, cache_modifier=".cg")
+        pos = tl.load(pos_ptrs + k)
     return pos
 
 
@@ -30,9 +31,9 @@ def _position(pos_ptrs, expert, k, num_experts, DIRECT: tl.constexpr):
 def _row_delta(pos_ptrs, weight_ptrs, expert_ptrs, s_ptr, table, k, slot, num_experts, s_stride, r, d, d_mask,
                ALIGNED: tl.constexpr, DTYPE: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
     """[j, r] of weight * s[r] * B[d[j], r] of one row of a token."""
-    expert = tl.load(expert_ptrs + k).to(tl.int32)
-    pos = _position(pos_ptrs, expert, k, num_experts, DIRECT)
+    pos = _position(pos_ptrs, expert_ptrs, k, num_experts, DIRECT)
     local = pos >= 0
+    expert = tl.load(expert_ptrs + k).to(tl.int32)
     weight = tl.load(weight_ptrs + k).to(tl.float32)
     record = (slot * num_experts + expert) * 3 + 2
     lora_rank = tl.load(table.lora_rank + record, mask=local, other=0)
@@ -66,12 +67,11 @@ def _any_ranks(pos_ptrs, weight_ptrs, expert_ptrs, s_ptr, table, slot, num_exper
 @triton.jit
 def _weighted_sum(y_row_ptr, pos_ptrs, weight_ptrs, expert_ptrs, num_experts, d, d_mask, D: tl.constexpr,
                   TOP_K: tl.constexpr, BLOCK_D: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
-    """sum over k of weight_k * y_row[pos_k, d], fp32, k = 0 first."""
+    """sum over k of weight_k * y_row[pos_k, d], fp32, k = 0 first; after the wait."""
     out = tl.zeros([BLOCK_D], tl.float32)
     for k in tl.static_range(TOP_K):
-        expert = tl.load(expert_ptrs + k, cache_modifier=".cg").to(tl.int32)
-        pos = _position(pos_ptrs, expert, k, num_experts, DIRECT)
-        weight = tl.load(weight_ptrs + k, cache_modifier=".cg").to(tl.float32)
+        pos = _position(pos_ptrs, expert_ptrs, k, num_experts, DIRECT)
+        weight = tl.load(weight_ptrs + k).to(tl.float32)
         y = tl.load(y_row_ptr + pos.to(tl.int64) * D + d, mask=d_mask & (pos >= 0), other=0.0).to(tl.float32)
         out += y * tl.where(pos >= 0, weight, 0.0)
     return out
