@@ -155,21 +155,21 @@ def _fused_rule(weights: MoEWeights, rows: float, *, rows_first: bool) -> MoECon
     down_splits = min(8, max(1, weights.intermediate_size // 2048)) if few else 1
     if rows >= 96:
         return MoEConfig(
-            block_m=128, tail_m=64, pair_block_m=32, fused=True, expand_down="epilogue", shrink_block_k=128,
+            block_m=128, tail_m=64, pair_block_m=64, fused=True, expand_down="epilogue", shrink_block_k=128,
             gate_up=_tile(128, 64, 8, 4, rows_first=rows_first), down=_tile(256, 64, 8, 4, rows_first=rows_first),
-            shrink_splits=splits, down_shrink_splits=down_splits,
+            shrink_splits=splits, down_shrink_splits=down_splits, extra_m=0 if few else 16, pdl=True,
         )  # fmt: skip
     if rows > 24:
         return MoEConfig(
             block_m=64, tail_m=16, pair_block_m=16, fused=True, expand_down="epilogue", shrink_block_k=256,
             gate_up=_tile(64, 64, 4, 4, rows_first=rows_first), down=_tile(128, 64, 4, 4, rows_first=rows_first),
-            shrink_splits=splits, down_shrink_splits=down_splits,
+            shrink_splits=splits, down_shrink_splits=down_splits, extra_m=32 if few else 0, pdl=not few,
         )  # fmt: skip
     if rows > 8 and rows_first:
         return MoEConfig(
             block_m=32, tail_m=16, pair_block_m=16, fused=True, expand_down="epilogue", shrink_block_k=256,
             gate_up=_tile(64, 64, 4, 4, rows_first=True), down=_tile(64, 128, 4, 3, rows_first=True),
-            shrink_splits=splits, down_shrink_splits=down_splits,
+            shrink_splits=splits, down_shrink_splits=down_splits, pdl=True,
         )  # fmt: skip
     return None
 

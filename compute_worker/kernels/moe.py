@@ -72,7 +72,11 @@ class _Step:
     @property
     def pdl(self) -> dict[str, bool]:
         # The fused path overlaps the shrinks with the GEMM after them; without adapters it has nothing to overlap.
-        on = self.config.pdl and on_gpu(self.x_TD) and (self.table is not None or not self.config.fused)
+        on = (
+            self.config.pdl
+            and has_dependent_launch(self.x_TD.device)
+            and (self.table is not None or not self.config.fused)
+        )
         return {"PDL": on, "launch_pdl": on}
 
     def shrink_blocks(self, num_proj: int, splits: int = 1) -> dict[str, int]:
@@ -138,7 +142,7 @@ def moe(
     else:
         route = build_route(
             topk_expert_TK, adapter_slot_T, num_experts=e, num_slots=num_slots, block_m=config.block_m,
-            pair_block_m=config.pair_block_m, extra_m=extra_m, pdl=config.pdl and on_gpu(x_TD),
+            pair_block_m=config.pair_block_m, extra_m=extra_m, pdl=config.pdl and has_dependent_launch(x_TD.device),
         )  # fmt: skip
     step = _Step(
         x_TD=x_TD, topk_expert_TK=topk_expert_TK, topk_weight_TK=topk_weight_TK, adapter_slot_T=adapter_slot_T,
@@ -342,9 +346,13 @@ def _bias(bias_eN: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
     return other if bias_eN is None else bias_eN
 
 
-def on_gpu(tensor: torch.Tensor) -> bool:
-    """Whether launches may use what only GPUs have; "meta" tensors stand for a GPU's when kernels are only compiled."""
-    return tensor.is_cuda or tensor.is_meta
+@cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether kernels may launch beside the one before: GPUs of compute capability 9.0 and later.
+
+    "meta" stands for such a GPU, where kernels are only compiled.
+    """
+    return device.type == "meta" or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
 
 
 @cache

@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from benchmarks.kernel_tune import fields_of, neighbours
 from compute_worker.kernels import MoEConfig, MoEWeights, choose_config, config, token_bucket
+from compute_worker.kernels.moe import has_dependent_launch
 
 
 def _weights(num_experts: int = 128, routed: int | None = None, d: int = 2048, f: int = 768) -> MoEWeights:
@@ -77,3 +78,14 @@ def test_more_rows_in_a_tile_than_there_is_a_body_for_are_refused():
     swapped = dataclasses.replace(fine.down, swap=True)
     with pytest.raises(ValueError, match="extra_m does not go with"):
         dataclasses.replace(fine, extra_m=16, down=swapped)
+
+
+@pytest.mark.parametrize("capability, expected", [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True)])
+def test_kernels_launch_early_only_where_the_gpu_can(monkeypatch, capability, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    has_dependent_launch.cache_clear()
+    try:
+        assert has_dependent_launch(torch.device("cuda", 0)) is expected
+        assert not has_dependent_launch(torch.device("cpu"))
+    finally:
+        has_dependent_launch.cache_clear()
