@@ -80,7 +80,8 @@ def neighbours(best: MoEConfig, field: str) -> Iterator[MoEConfig]:
         by_field: dict[str, list[Any]] = {
             "block_d": [32, 64, 128, 256], "combine_warps": [2, 4, 8], "block_f": [32, 64, 128],
             "act_warps": [1, 2, 4], "span": [1, 2, 3, 6], "shrink_block_k": [64, 128, 256],
-            "pair_block_m": [16, 32, 64], "pdl": [True, False], "delta_columns": [32, 64], "extra_m": [0, 16, 32],
+            "pair_block_m": [16, 32, 64], "pdl": [True, False], "base_pdl": [True, False], "delta_columns": [32, 64],
+            "extra_m": [0, 16, 32],
             "lora_extra_m": [0, 16, 32],
         }  # fmt: skip
         values = by_field[field]
@@ -93,7 +94,7 @@ def fields_of(config: MoEConfig) -> list[str]:
     """Fields worth varying, the costliest first. Decode tiles differ by about 1 %: their search is the last."""
     if config.fused:
         rows = ["extra_m", "lora_extra_m", "pair_block_m"]
-        return ["delta_columns", "pdl", "gate_up", "down", "order", *rows, "shrink_block_k"]
+        return ["delta_columns", "pdl", "base_pdl", "gate_up", "down", "order", *rows, "shrink_block_k"]
     if config.block_m >= 64:
         return ["gate_up", "down", "span", "order", "shrink_block_k", "pair_block_m"]
     fields = ["span", "pdl", "act_warps", "shrink_block_k"]

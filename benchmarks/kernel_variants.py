@@ -55,6 +55,7 @@ def _variants(shape: Shape, tokens: int, device_name: str) -> dict[str, MoEConfi
                 out[f"combine {columns}"] = replace(first, block_d=columns)
                 out[f"combine {columns}, 8 warps"] = replace(first, block_d=columns, combine_warps=8)
         return out
+    out["base pdl"] = replace(first, base_pdl=not first.base_pdl)
     out[f"{96 - first.delta_columns} columns"] = replace(first, delta_columns=96 - first.delta_columns)
     if first.block_m >= 64:
         for extra in {0, 16, 32} - {first.extra_m}:

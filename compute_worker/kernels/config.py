@@ -81,6 +81,8 @@ class MoEConfig:
     pdl: bool = False
     """Programmatic dependent launch: each kernel launches while the one before it drains. In the fused path only beside
     adapters, where a GEMM's main loop then begins beside the last shrinks."""
+    base_pdl: bool = False
+    """The same for the fused path without adapters."""
 
     def __post_init__(self) -> None:
         for name in ("extra_m", "lora_extra_m"):

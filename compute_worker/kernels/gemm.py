@@ -27,14 +27,13 @@ from compute_worker.kernels.tiles import base_tile, bin_of_rows, row_of_base_til
 
 
 @triton.jit
-def _finish(acc, bias_ptr, out_ptr, s_ptr, route, widest, words, num_groups, expert, pos, row_mask, n, n_mask,
-            slots_1, num_rows, s_stride, N: tl.constexpr, EXPANDS: tl.constexpr, HAS_BIAS: tl.constexpr,
-            COLUMNS: tl.constexpr, DIRECT: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+def _finish(acc, bias_ptr, out_ptr, s_ptr, widest, words, num_groups, expert, pos, row_mask, rows_bin, n, n_mask,
+            num_rows, s_stride, N: tl.constexpr, EXPANDS: tl.constexpr, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr,
+            DTYPE: tl.constexpr):  # fmt: skip
     """out of rows pos and columns n from their sums: bias and deltas added, rounded, stored."""
     if HAS_BIAS:
         acc += tl.load(bias_ptr + expert.to(tl.int64) * N + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
     if EXPANDS:
-        rows_bin = bin_of_rows(route, expert, pos, row_mask, slots_1, DIRECT, ".cg")
         acc, _ = add_listed_deltas(acc, acc, widest, words, num_groups, n, n_mask, rows_bin, pos, s_ptr, num_rows,
                                    s_stride, 1, COLUMNS, DTYPE)  # fmt: skip
     out_ptrs = out_ptr + pos.to(tl.int64)[:, None] * N + n[None, :]
@@ -69,11 +68,13 @@ def _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns, x_row,
             extra_x_row = extra_pos
         extra_ptrs = x_ptr + extra_x_row.to(tl.int64)[:, None] * K + k[None, :]
         extra = tl.zeros([BLOCK_N, EXTRA_M], tl.float32)
+    rows_bin = pos
     widest = 0
     num_groups = 0
     words = columns.words
     if EXPANDS:
         # Looked up before the long loop, so that the epilogue need not wait for them one after the other.
+        rows_bin = bin_of_rows(route, expert, pos, row_mask, slots_1, DIRECT, ".cg")
         widest = tl.load(table.widest, cache_modifier=".cg")
         num_groups = tl.load(columns.num_groups + tile, cache_modifier=".cg")
         words = columns.words + tile.to(tl.int64) * max_groups * 2
@@ -103,12 +104,14 @@ def _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns, x_row,
     if EXPANDS:
         wait_for_data(PDL)
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    _finish(acc, bias_ptr, out_ptr, s_ptr, route, widest, words, num_groups, expert, pos, row_mask, n, n_mask,
-            slots_1, num_rows, s_stride, N, EXPANDS, HAS_BIAS, COLUMNS, DIRECT, DTYPE)  # fmt: skip
+    _finish(acc, bias_ptr, out_ptr, s_ptr, widest, words, num_groups, expert, pos, row_mask, rows_bin, n, n_mask,
+            num_rows, s_stride, N, EXPANDS, HAS_BIAS, COLUMNS, DTYPE)  # fmt: skip
     if EXTRA_M > 0:
-        _finish(tl.trans(extra), bias_ptr, out_ptr, s_ptr, route, widest, words, num_groups, expert, extra_pos,
-                extra_mask, n, n_mask, slots_1, num_rows, s_stride, N, EXPANDS, HAS_BIAS, COLUMNS, DIRECT,
-                DTYPE)  # fmt: skip
+        extra_bin = extra_pos
+        if EXPANDS:
+            extra_bin = bin_of_rows(route, expert, extra_pos, extra_mask, slots_1, DIRECT, ".cg")
+        _finish(tl.trans(extra), bias_ptr, out_ptr, s_ptr, widest, words, num_groups, expert, extra_pos, extra_mask,
+                extra_bin, n, n_mask, num_rows, s_stride, N, EXPANDS, HAS_BIAS, COLUMNS, DTYPE)  # fmt: skip
 
 
 @triton.jit
@@ -182,17 +185,16 @@ def expert_gemm_kernel(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns
 
 
 @triton.jit
-def _finish_gate_up(gate, up, bias_ptr, act_ptr, s_ptr, route, widest, words, num_groups, expert, pos, row_mask, f,
-                    f_mask, gate_row, up_row, slots_1, num_rows, s_stride, alpha, limit, F: tl.constexpr,
+def _finish_gate_up(gate, up, bias_ptr, act_ptr, s_ptr, widest, words, num_groups, expert, pos, row_mask, rows_bin, f,
+                    f_mask, gate_row, up_row, num_rows, s_stride, alpha, limit, F: tl.constexpr,
                     ACTIVATION: tl.constexpr, HAS_LORA: tl.constexpr, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr,
-                    DIRECT: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+                    DTYPE: tl.constexpr):  # fmt: skip
     """act of rows pos and columns f from their sums: biases and deltas added, activated, stored."""
     if HAS_BIAS:
         bias_row = bias_ptr + expert.to(tl.int64) * (2 * F)
         gate += tl.load(bias_row + gate_row, mask=f_mask, other=0.0).to(tl.float32)[None, :]
         up += tl.load(bias_row + up_row, mask=f_mask, other=0.0).to(tl.float32)[None, :]
     if HAS_LORA:
-        rows_bin = bin_of_rows(route, expert, pos, row_mask, slots_1, DIRECT, ".cg")
         gate, up = add_listed_deltas(gate, up, widest, words, num_groups, f, f_mask, rows_bin, pos, s_ptr, num_rows,
                                      s_stride, 2, COLUMNS, DTYPE)  # fmt: skip
     act = activate(gate, up, alpha, limit, ACTIVATION)
@@ -223,11 +225,13 @@ def _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns,
         extra_ptrs = x_ptr + extra_x_row.to(tl.int64)[:, None] * K + k[None, :]
         extra_gate = tl.zeros([BLOCK_F, EXTRA_M], tl.float32)
         extra_up = tl.zeros([BLOCK_F, EXTRA_M], tl.float32)
+    rows_bin = pos
     widest = 0
     num_groups = 0
     words = columns.words
     if HAS_LORA:
         # Looked up before the long loop, so that the epilogue need not wait for them one after the other.
+        rows_bin = bin_of_rows(route, expert, pos, row_mask, slots_1, DIRECT, ".cg")
         widest = tl.load(table.widest, cache_modifier=".cg")
         num_groups = tl.load(columns.num_groups + tile, cache_modifier=".cg")
         words = columns.words + tile.to(tl.int64) * max_groups * 4
@@ -269,13 +273,17 @@ def _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns,
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     if WIDE:
         gate, up = tl.split(tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_F]), [0, 2, 1]))
-    _finish_gate_up(gate, up, bias_ptr, act_ptr, s_ptr, route, widest, words, num_groups, expert, pos, row_mask, f,
-                    f_mask, gate_row, up_row, slots_1, num_rows, s_stride, alpha, limit, F, ACTIVATION, HAS_LORA,
-                    HAS_BIAS, COLUMNS, DIRECT, DTYPE)  # fmt: skip
+    _finish_gate_up(gate, up, bias_ptr, act_ptr, s_ptr, widest, words, num_groups, expert, pos, row_mask, rows_bin, f,
+                    f_mask, gate_row, up_row, num_rows, s_stride, alpha, limit, F, ACTIVATION, HAS_LORA, HAS_BIAS,
+                    COLUMNS, DTYPE)  # fmt: skip
     if EXTRA_M > 0:
-        _finish_gate_up(tl.trans(extra_gate), tl.trans(extra_up), bias_ptr, act_ptr, s_ptr, route, widest, words,
-                        num_groups, expert, start + extra_m, extra_mask, f, f_mask, gate_row, up_row, slots_1, num_rows,
-                        s_stride, alpha, limit, F, ACTIVATION, HAS_LORA, HAS_BIAS, COLUMNS, DIRECT, DTYPE)  # fmt: skip
+        extra_pos = start + extra_m
+        extra_bin = extra_pos
+        if HAS_LORA:
+            extra_bin = bin_of_rows(route, expert, extra_pos, extra_mask, slots_1, DIRECT, ".cg")
+        _finish_gate_up(tl.trans(extra_gate), tl.trans(extra_up), bias_ptr, act_ptr, s_ptr, widest, words, num_groups,
+                        expert, extra_pos, extra_mask, extra_bin, f, f_mask, gate_row, up_row, num_rows, s_stride,
+                        alpha, limit, F, ACTIVATION, HAS_LORA, HAS_BIAS, COLUMNS, DTYPE)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_experts", "slots_1", "num_rows", "max_groups"])

@@ -50,6 +50,7 @@ class _Step:
     """Rows of a step of one token, which needs no sort; 0 where `route` holds a sorted order."""
     extra_m: int
     """Rows that an expert's last base tile may have over block_m."""
+    pdl: bool
 
     @property
     def slots_1(self) -> int:
@@ -70,14 +71,8 @@ class _Step:
         return triton.cdiv(self.table.max_lora_rank, 16) * 16 if self.table else 16
 
     @property
-    def pdl(self) -> dict[str, bool]:
-        # The fused path overlaps the shrinks with the GEMM after them; without adapters it has nothing to overlap.
-        on = (
-            self.config.pdl
-            and has_dependent_launch(self.x_TD.device)
-            and (self.table is not None or not self.config.fused)
-        )
-        return {"PDL": on, "launch_pdl": on}
+    def launch(self) -> dict[str, bool]:
+        return {"PDL": self.pdl, "launch_pdl": self.pdl}
 
     def shrink_blocks(self, num_proj: int, splits: int = 1) -> dict[str, int]:
         """Blocks of a shrink of num_proj projections: about as many bytes a stage whatever the ranks, so that wide
@@ -137,18 +132,21 @@ def moe(
     e, n = weights.num_experts, num_tokens * top_k
     direct = n if num_tokens == 1 else 0
     extra_m = config.lora_extra_m if adapter_table else config.extra_m
+    pdl = config.base_pdl if config.fused and adapter_table is None else config.pdl
+    pdl = pdl and has_dependent_launch(x_TD.device)
     if direct:
         route = unsorted_route(topk_expert_TK, adapter_slot_T)
     else:
         route = build_route(
             topk_expert_TK, adapter_slot_T, num_experts=e, num_slots=num_slots, block_m=config.block_m,
-            pair_block_m=config.pair_block_m, extra_m=extra_m, pdl=config.pdl and has_dependent_launch(x_TD.device),
+            pair_block_m=config.pair_block_m, extra_m=extra_m, pdl=pdl,
         )  # fmt: skip
     step = _Step(
         x_TD=x_TD, topk_expert_TK=topk_expert_TK, topk_weight_TK=topk_weight_TK, adapter_slot_T=adapter_slot_T,
         weights=weights, table=adapter_table, config=config, route=route, num_rows=n,
         base_tiles=direct or max_base_tiles(n, e, config.block_m),
-        pair_tiles=direct or max_pair_tiles(n, e, num_slots, config.pair_block_m), direct=direct, extra_m=extra_m,
+        pair_tiles=direct or max_pair_tiles(n, e, num_slots, config.pair_block_m), direct=direct,
+        extra_m=extra_m, pdl=pdl,
     )  # fmt: skip
     lists = _empty_lists(step)
     act_nF = _gate_up_fused(step, top_k, lists) if config.fused else _gate_up_split(step, top_k, lists)
@@ -174,7 +172,7 @@ def _gate_up_split(step: _Step, top_k: int, lists: _Lists) -> torch.Tensor:
         w.swiglu_alpha, w.swiglu_limit, F=f, GATED=gated, INTERLEAVED=w.interleaved, ACTIVATION=int(w.activation),
         HAS_LORA=table is not None, BLOCK_M=config.pair_block_m, BLOCK_F=config.block_f,
         SPAN_F=config.block_f * config.span, BLOCK_R=step.block_r, STAGES=3 if config.span > 1 else 1,
-        DIRECT=step.direct, num_warps=config.act_warps, **step.pdl,
+        DIRECT=step.direct, num_warps=config.act_warps, **step.launch,
     )  # fmt: skip
     return act
 
@@ -225,7 +223,7 @@ def _gate_up_fused(step: _Step, top_k: int, lists: _Lists) -> torch.Tensor:
         HAS_LORA=step.table is not None, HAS_BIAS=w.gate_up_bias_eN is not None, BLOCK_M=config.block_m,
         TAIL_M=config.tail_m, EXTRA_M=step.extra_m, BLOCK_F=tile.block_n, BLOCK_K=tile.block_k,
         STAGES=tile.num_stages, USE_TMA=tma, WIDE=wide, N_FASTEST=tile.n_fastest, COLUMNS=config.delta_columns,
-        DIRECT=step.direct, num_warps=tile.num_warps, **step.pdl,
+        DIRECT=step.direct, num_warps=tile.num_warps, **step.launch,
     )  # fmt: skip
     return act
 
@@ -247,7 +245,7 @@ def _down(step: _Step, act_nF: torch.Tensor, lists: _Lists) -> tuple[torch.Tenso
             expand_down_kernel[(triton.cdiv(w.hidden_size, block_d * config.span), step.pair_tiles)](
                 y, s, step.route, step.pointers, w.num_experts, step.slots_1, step.s_stride, D=w.hidden_size,
                 BLOCK_M=config.pair_block_m, BLOCK_D=block_d, SPAN_D=block_d * config.span, BLOCK_R=step.block_r,
-                STAGES=3 if config.span > 1 else 1, DIRECT=step.direct, num_warps=4, **step.pdl,
+                STAGES=3 if config.span > 1 else 1, DIRECT=step.direct, num_warps=4, **step.launch,
             )  # fmt: skip
     return y, s
 
@@ -264,7 +262,7 @@ def _combine(step: _Step, y_nD: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         y_nD, step.topk_expert_TK, step.topk_weight_TK, step.adapter_slot_T, y_TD, s, step.route.row_pos,
         step.pointers, w.num_experts, step.slots_1 - 1, step.s_stride, D=w.hidden_size, TOP_K=top_k, HAS_LORA=expands,
         BLOCK_D=block_d, BLOCK_K=triton.next_power_of_2(top_k), BLOCK_R=block_r, DIRECT=step.direct,
-        num_warps=config.combine_warps if expands else 4, **step.pdl,
+        num_warps=config.combine_warps if expands else 4, **step.launch,
     )  # fmt: skip
     return y_TD
 
@@ -300,7 +298,7 @@ def _gemm(
         PAIR_BLOCK_M=step.config.pair_block_m, SHRINK_BLOCK_C=shrink["columns"], SHRINK_BLOCK_K=shrink["block_k"],
         SHRINK_NARROW_K=shrink["narrow_block_k"],
         SHRINK_STAGES=shrink["stages"], BLOCK_R=step.block_r, COLUMNS=step.config.delta_columns,
-        DIRECT=step.direct, num_warps=tile.num_warps, **step.pdl,
+        DIRECT=step.direct, num_warps=tile.num_warps, **step.launch,
     )  # fmt: skip
 
 
@@ -320,7 +318,7 @@ def _shrink(
         BASE_BLOCK_M=triton.next_power_of_2(step.config.block_m + step.extra_m),
         PAIR_BLOCK_M=step.config.pair_block_m, BLOCK_C=blocks["columns"], BLOCK_K=blocks["block_k"],
         NARROW_BLOCK_K=blocks["narrow_block_k"], BLOCK_R=step.block_r, SPLITS=splits, STAGES=blocks["stages"],
-        DIRECT=step.direct, num_warps=4, **step.pdl,
+        DIRECT=step.direct, num_warps=4, **step.launch,
     )  # fmt: skip
 
 

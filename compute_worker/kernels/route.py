@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compute_worker.kernels.lora import wait_for_previous
+from compute_worker.kernels.lora import let_next_launch, wait_for_data
 
 SMALL_ROWS = 2048
 _COUNTERS = tl.constexpr(8)
@@ -96,7 +96,8 @@ def route_small_kernel(expert_ptr, slot_ptr, route, num_rows, num_experts, slots
                        BLOCK_M: tl.constexpr, EXTRA_M: tl.constexpr, PAIR_BLOCK_M: tl.constexpr,
                        PDL: tl.constexpr):  # fmt: skip
     """Each program places BLOCK_I rows by counting, over all rows, those that sort before them."""
-    wait_for_previous(PDL)
+    wait_for_data(PDL)
+    let_next_launch(PDL)
     row = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     in_range = row < num_rows
     expert_i, bin_i = _row_bin(expert_ptr, slot_ptr, row, in_range, num_experts, slots_1, TOP_K)
@@ -146,8 +147,10 @@ def route_small_kernel(expert_ptr, slot_ptr, route, num_rows, num_experts, slots
 
 @triton.jit(do_not_specialize=["num_rows", "num_experts", "slots_1"])
 def count_kernel(expert_ptr, slot_ptr, bin_count_ptr, rank_ptr, num_rows, num_experts, slots_1, TOP_K: tl.constexpr,
-                 BLOCK_I: tl.constexpr):  # fmt: skip
+                 BLOCK_I: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """rank[row] = how many rows of its bin this counter had before it; bin_count [_COUNTERS, bins]."""
+    wait_for_data(PDL)
+    let_next_launch(PDL)
     row = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     in_range = row < num_rows
     _, bin_id = _row_bin(expert_ptr, slot_ptr, row, in_range, num_experts, slots_1, TOP_K)
@@ -160,11 +163,13 @@ def count_kernel(expert_ptr, slot_ptr, bin_count_ptr, rank_ptr, num_rows, num_ex
 @triton.jit(do_not_specialize=["num_experts", "slots_1"])
 def scan_kernel(bin_count_ptr, bin_start_ptr, pair_first_ptr, tile_first_ptr, header_ptr, num_experts, slots_1,
                 BLOCK_B: tl.constexpr, ALL_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, EXTRA_M: tl.constexpr,
-                PAIR_BLOCK_M: tl.constexpr):  # fmt: skip
+                PAIR_BLOCK_M: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program: exclusive sums over bins of rows and pair tiles, then over experts of base tiles.
 
     In bin_count each counter becomes the sum of those before it.
     """
+    wait_for_data(PDL)
+    let_next_launch(PDL)
     num_bins = num_experts * slots_1
     rows_before = tl.zeros([1], tl.int32)
     pairs_before = tl.zeros([1], tl.int32)
@@ -195,8 +200,10 @@ def scan_kernel(bin_count_ptr, bin_start_ptr, pair_first_ptr, tile_first_ptr, he
 @triton.jit(do_not_specialize=["num_rows", "num_experts", "slots_1"])
 def place_kernel(expert_ptr, slot_ptr, bin_count_ptr, bin_start_ptr, pair_first_ptr, tile_first_ptr, rank_ptr, route,
                  num_rows, num_experts, slots_1, TOP_K: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_M: tl.constexpr,
-                 EXTRA_M: tl.constexpr, PAIR_BLOCK_M: tl.constexpr):  # fmt: skip
+                 EXTRA_M: tl.constexpr, PAIR_BLOCK_M: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Turn (bin, rank in bin) into positions and tile entries."""
+    wait_for_data(PDL)
+    let_next_launch(PDL)
     row = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     in_range = row < num_rows
     _, bin_id = _row_bin(expert_ptr, slot_ptr, row, in_range, num_experts, slots_1, TOP_K)
@@ -257,8 +264,7 @@ def build_route(
     """Sort and tile the rows of one step; launches only, never waits for the device.
 
     topk_expert_TK: int32 or int64 [T, K], -1 where the expert is elsewhere. adapter_slot_T: int [T], -1 without one.
-    block_m, extra_m, pair_block_m: see MoEConfig. pdl: launch with programmatic dependent launch (one-launch path
-    only).
+    block_m, extra_m, pair_block_m, pdl: see MoEConfig.
     """
     n, top_k = topk_expert_TK.numel(), topk_expert_TK.shape[1]
     device, slots_1 = topk_expert_TK.device, num_slots + 1
@@ -288,15 +294,17 @@ def build_route(
     block_i = 256
     grid = (triton.cdiv(n, block_i),)
     count_kernel[grid](
-        topk_expert_TK, adapter_slot_T, bin_count, rank, n, num_experts, slots_1, TOP_K=top_k, BLOCK_I=block_i
-    )
+        topk_expert_TK, adapter_slot_T, bin_count, rank, n, num_experts, slots_1, TOP_K=top_k, BLOCK_I=block_i,
+        PDL=pdl, launch_pdl=pdl,
+    )  # fmt: skip
     scan_kernel[(1,)](
         bin_count, bin_start, pair_first, tile_first, route.header, num_experts, slots_1,
         BLOCK_B=min(4096, triton.next_power_of_2(num_bins)), ALL_EXPERTS=all_experts, BLOCK_M=block_m,
-        EXTRA_M=extra_m, PAIR_BLOCK_M=pair_block_m, num_warps=8,
+        EXTRA_M=extra_m, PAIR_BLOCK_M=pair_block_m, PDL=pdl, launch_pdl=pdl, num_warps=8,
     )  # fmt: skip
     place_kernel[grid](
         topk_expert_TK, adapter_slot_T, bin_count, bin_start, pair_first, tile_first, rank, route, n, num_experts,
         slots_1, TOP_K=top_k, BLOCK_I=block_i, BLOCK_M=block_m, EXTRA_M=extra_m, PAIR_BLOCK_M=pair_block_m,
+        PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
     return route
