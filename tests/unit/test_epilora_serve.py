@@ -116,8 +116,9 @@ def starting(tmp_path: Path, *args: str, terminal: str = "") -> Iterator[subproc
         f"--ready-file={tmp_path / 'ready.json'}",
         *args,
     ]
-    # A session's leader has the terminal that it opens as its own.
-    opens = "import os, sys; fd = os.open(sys.argv[1], os.O_RDWR); [os.dup2(fd, i) for i in range(3)]; "
+    # A session's leader has the terminal that it opens as its own. Under nohup SIGHUP is ignored, and stays so.
+    opens = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+    opens += "fd = os.open(sys.argv[1], os.O_RDWR); [os.dup2(fd, i) for i in range(3)]; "
     opens += "os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"
     (tmp_path / "ready.json").write_text("of a service that is gone")
     directories = Directories.choose(state=tmp_path / "s", run=None, cache=None)
