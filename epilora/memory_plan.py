@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
 from typing import Any
 
 from epilora.adapters.normal_form import AdapterTarget, LoraPair, NormalForm, Region
-from epilora.adapters.open_adapter import reading
-from epilora.adapters.peft_config import parse_peft_config
+from epilora.adapters.open_adapter import open_adapter
 from epilora.adapters.resolve import resolve_adapter
-from epilora.adapters.safetensors_header import parse_header, read_header_bytes
-from epilora.errors import InvalidArgumentError, NotFoundError
+from epilora.adapters.safetensors_header import read_header_bytes
+from epilora.errors import InvalidArgumentError
 from epilora.families import GateUpLayout, ModelFamily, Projection, family_of
-from epilora.model_spec import ModelSpec, MoELayerSpec
+from epilora.model_spec import ModelSpec, MoELayerSpec, reading_model
 from epilora.placement import ExpertPlacement
 
 ELEMENT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -143,10 +142,15 @@ def dense_elements(model: ModelSpec) -> int:
         return sum(d.in_features * d.out_features for d in model.dense_modules if not (tied and d.module == lm_head))
     sizes: dict[str, int] = {}
     for file in files:
-        for name, entry in _header_of(file).items():
-            is_weight = name != "__metadata__" and not name.endswith(_SCALE_ENDING)
-            if is_weight and not (tied and name == f"{lm_head}.weight"):
-                sizes[name] = math.prod(entry["shape"])
+        try:
+            for name, entry in _header_of(file).items():
+                is_weight = name != "__metadata__" and not name.endswith(_SCALE_ENDING)
+                if is_weight and not (tied and name == f"{lm_head}.weight"):
+                    sizes[name] = math.prod(map(index, entry["shape"]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InvalidArgumentError(
+                f"{file} has a broken header ({error}); is the checkpoint complete?", reason="BAD_MODEL_WEIGHTS"
+            ) from error
     experts = sum(moe.num_experts * expert_elements(moe) for moe in model.moe_layers)
     total = sum(sizes.values())
     if total < experts:
@@ -167,7 +171,7 @@ def element_bytes_of(model: ModelSpec, dtype: str) -> int:
     if dtype == "auto":
         config = json.loads((Path(model.name) / "config.json").read_bytes())
         dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if dtype not in ELEMENT_BYTES:
+    if not isinstance(dtype, str) or dtype not in ELEMENT_BYTES:
         raise InvalidArgumentError(
             f"dtype is {dtype!r}, expected auto or one of {', '.join(ELEMENT_BYTES)}", reason="BAD_DTYPE"
         )
@@ -175,26 +179,15 @@ def element_bytes_of(model: ModelSpec, dtype: str) -> int:
 
 
 def read_adapter(directory: Path, model: ModelSpec, *, max_lora_rank: int) -> NormalForm:
-    """Reads and checks an adapter's config and header, as the loader does.
+    """Reads and checks an adapter's config and headers, as the loader does.
 
     Raises:
-        NotFoundError: a file is missing.
-        AdapterFormatError: the loader would refuse the adapter, or a file cannot be read.
+        NotFoundError: no such directory.
+        AdapterFormatError: the loader would refuse the adapter, or a file is missing or cannot be read.
     """
-    config, weights = directory / "adapter_config.json", directory / "adapter_model.safetensors"
-    for file in (config, weights):
-        if not os.path.isfile(file):
-            raise NotFoundError(
-                f"{file} does not exist; expected an adapter that PEFT saved", reason="SOURCE_NOT_FOUND"
-            )
-    with reading(config):
-        config_bytes = config.read_bytes()
-    with reading(weights), weights.open("rb") as stream:
-        header_bytes = read_header_bytes(stream.fileno(), where=str(weights), max_header_bytes=_MAX_HEADER_BYTES)
-        file_bytes = os.fstat(stream.fileno()).st_size
-    header = parse_header(header_bytes, file_bytes=file_bytes, where=str(weights))
     target = AdapterTarget.make(_family_of(model), model.moe_layers, model.dense_modules)
-    return resolve_adapter(header, parse_peft_config(config_bytes), target, max_lora_rank=max_lora_rank)
+    with open_adapter(directory) as opened:
+        return resolve_adapter(opened.header, opened.config(), target, max_lora_rank=max_lora_rank)
 
 
 def _family_of(model: ModelSpec) -> ModelFamily:
@@ -235,7 +228,7 @@ def _numel(region: Region | None) -> int:
 
 
 def _header_of(file: Path) -> dict[str, Any]:
-    with file.open("rb") as stream:
+    with reading_model(file), file.open("rb") as stream:
         content = read_header_bytes(stream.fileno(), where=str(file), max_header_bytes=_MAX_HEADER_BYTES)
     header: dict[str, Any] = json.loads(content)
     return header

@@ -6,12 +6,13 @@ Legend: D hidden size, E experts of a layer, F intermediate size of an expert.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epilora.errors import InvalidArgumentError, NotFoundError
+from epilora.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
 from epilora.families import FAMILIES, GateUpLayout, ModelFamily, Size, Where, sized_family_of
 from epilora.model_digest import digest_of_model
 
@@ -127,8 +128,13 @@ class ModelSpec:
             NotFoundError: no such directory, or no config.json in it.
             InvalidArgumentError: config.json is broken, lacks a size, or names an unknown family
                 (reason UNKNOWN_MODEL_FAMILY).
+            FailedPreconditionError: a file cannot be read (reason MODEL_UNREADABLE).
         """
-        config = _Config.of(path)
+        with reading_model(path):
+            return cls._from_config(path, _Config.of(path))
+
+    @classmethod
+    def _from_config(cls, path: Path, config: _Config) -> ModelSpec:
         family = sized_family_of(config.text("model_type"))
         num_layers = config.positive("num_hidden_layers")
         hidden_size = config.positive("hidden_size")
@@ -192,6 +198,22 @@ class ModelSpec:
         )
 
 
+@contextmanager
+def reading_model(path: Path) -> Iterator[None]:
+    """Makes a FailedPreconditionError, reason MODEL_UNREADABLE, of an error of the system while a checkpoint is read.
+
+    Args:
+        path: of the checkpoint; named where the system does not say which file it was.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise FailedPreconditionError(
+            f"{error.filename or path} cannot be read: {error.strerror}; is the checkpoint complete?",
+            reason="MODEL_UNREADABLE",
+        ) from error
+
+
 class _Config:
     """config.json with checked access."""
 
@@ -202,12 +224,13 @@ class _Config:
     @classmethod
     def of(cls, directory: Path) -> _Config:
         """That of a checkpoint."""
-        if not directory.is_dir():
-            raise NotFoundError(f"model directory {directory} does not exist", reason="MODEL_NOT_FOUND")
         config_file = directory / "config.json"
-        if not config_file.is_file():
-            raise NotFoundError(f"{directory} has no config.json", reason="MODEL_NOT_FOUND")
-        return cls(_read_json(config_file), config_file)
+        with reading_model(directory):
+            if not directory.is_dir():
+                raise NotFoundError(f"model directory {directory} does not exist", reason="MODEL_NOT_FOUND")
+            if not config_file.is_file():
+                raise NotFoundError(f"{directory} has no config.json", reason="MODEL_NOT_FOUND")
+            return cls(_read_json(config_file), config_file)
 
     def error(self, message: str) -> InvalidArgumentError:
         return InvalidArgumentError(f"{self.path}: {message}", reason="BAD_MODEL_CONFIG")
@@ -251,6 +274,8 @@ def _is_sparse(config: _Config, family: ModelFamily, layer: int) -> bool:
     if not family.sparse_layers_by_config:
         return True
     mlp_only = config.values.get("mlp_only_layers") or []
+    if not isinstance(mlp_only, list):
+        raise config.error(f"mlp_only_layers is {mlp_only!r}, expected a list of layers")
     return layer not in mlp_only and (layer + 1) % config.positive_or("decoder_sparse_step", 1) == 0
 
 

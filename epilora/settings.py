@@ -42,8 +42,19 @@ class CommonSettings(BaseSettings):
     max_restarts: int = Field(default=5, ge=0)
     """How often epilora serve starts the loader, the gateway or the group of ranks again within
     restart_window_seconds; if one of them ends once more, the service ends with that process's last error."""
-    restart_window_seconds: float = Field(default=60.0, gt=0)
+    restart_window_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     """See max_restarts. The limit is reached only if so many starts that fail take less than this together."""
+
+    @field_validator("worker_address", "worker_listen", "loader_address", "loader_listen")
+    @classmethod
+    def _can_be_filled_in(cls, value: str, info: ValidationInfo) -> str:
+        known = ["run_dir"] if str(info.field_name).startswith("loader") else ["run_dir", "ep_rank", "port"]
+        try:
+            value.format(**dict.fromkeys(known, 0))
+        except (LookupError, ValueError, AttributeError, TypeError):
+            names = ", ".join(f"{{{name}}}" for name in known)
+            raise ValueError(f"expected an address in which nothing but {names} is in braces") from None
+        return value
 
     def worker_address_of(self, ep_rank: int) -> str:
         """Address at which one rank's worker is reached."""
@@ -114,7 +125,7 @@ class WorkerSettings(CommonSettings):
     """Generate requests that may wait on this rank. Messages of ExpertService streams do not count."""
     output_queue_size: int = Field(default=1024, ge=1)
     """Messages a client may leave unread before it is cancelled."""
-    collective_timeout_seconds: float = Field(default=30.0, gt=0)
+    collective_timeout_seconds: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     """Deadline of every collective; past it the group restarts."""
     consensus: Literal["auto", "shared_memory", "gloo"] = "auto"
     """How ranks agree on each step; auto: shared memory where all ranks are on one host, else gloo."""
@@ -135,11 +146,11 @@ class LoaderSettings(CommonSettings):
     """Bytes of it that slices of unloaded adapters may keep, for a load of the same files; 0: an unload frees them."""
     cache: SecretStr = SecretStr("")
     """URL of a Redis that carries slices between nodes: redis://, rediss:// (TLS) or unix://; empty: none."""
-    cache_ttl_seconds: float = Field(default=86400.0, ge=1)
+    cache_ttl_seconds: float = Field(default=86400.0, ge=1, allow_inf_nan=False)
     """How long that Redis keeps slices that nobody pulls."""
-    cache_timeout_seconds: float = Field(default=5.0, gt=0)
+    cache_timeout_seconds: float = Field(default=5.0, gt=0, allow_inf_nan=False)
     """Deadline of connecting to Redis and of each of its answers; past it the slices are built here."""
-    cache_wait_seconds: float = Field(default=60.0, gt=0)
+    cache_wait_seconds: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     """How long to wait for slices that another node's loader is building; past it they are built here, too."""
     cache_pinned_sources: list[str] = Field(default_factory=list)
     """Sources, spelled as in LoadAdapter, whose slices stay in the cache when they are unloaded."""
@@ -152,7 +163,7 @@ class LoaderSettings(CommonSettings):
     """Where remote adapters are kept on disk: a cache of the Hugging Face Hub, and files of s3:// and http(s)://."""
     download_bytes: int = Field(default=20 << 30, ge=0)
     """Bytes that files of s3:// and http(s):// may take there; those that were used longest ago go."""
-    source_timeout_seconds: float = Field(default=30.0, gt=0)
+    source_timeout_seconds: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     """Deadline of each answer of a remote place."""
     hf_endpoint: str = ""
     """Address of the Hugging Face Hub; empty: the public one, or what HF_ENDPOINT says."""
@@ -171,17 +182,17 @@ class GatewaySettings(CommonSettings):
     """host:port of the Prometheus metrics; port 0: any free one; empty: none."""
     state_dir: Path = Path(".epilora")
     """Directory of the adapter registry."""
-    drain_timeout_seconds: float = Field(default=30.0, ge=0)
+    drain_timeout_seconds: float = Field(default=30.0, ge=0, allow_inf_nan=False)
     """How long requests in flight may go on after an unload, a reload or a stop was asked for."""
-    load_timeout_seconds: float = Field(default=600.0, gt=0)
+    load_timeout_seconds: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     """Deadline of one adapter load."""
-    rebalance_timeout_seconds: float = Field(default=1800.0, gt=0)
+    rebalance_timeout_seconds: float = Field(default=1800.0, gt=0, allow_inf_nan=False)
     """Deadline of one move to another placement, up to the step at which the ranks take it up."""
-    probe_interval_seconds: float = Field(default=0.5, gt=0)
+    probe_interval_seconds: float = Field(default=0.5, gt=0, allow_inf_nan=False)
     """Time between two looks at each rank."""
-    probe_timeout_seconds: float = Field(default=2.0, gt=0)
-    """A rank that does not answer within this is not ready."""
-    control_timeout_seconds: float = Field(default=30.0, gt=0)
+    probe_timeout_seconds: float = Field(default=2.0, gt=0, allow_inf_nan=False)
+    """A rank that twice in a row does not answer within this is not ready."""
+    control_timeout_seconds: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     """Deadline of one control call to a worker or the loader: activate, retire, discard, release."""
     max_expert_messages: int = Field(default=16, ge=1)
     """Messages of one ExpertService stream that may be unanswered; the stream is read no further until one is."""

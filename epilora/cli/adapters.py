@@ -15,7 +15,7 @@ from rich.table import Table
 
 from epilora.adapters.layout_hints import LayoutHints
 from epilora.cli.client import DEFAULT_ADDRESS, Address, Timeout, connected
-from epilora.cli.output import console, error_console, format_bytes
+from epilora.cli.output import console, error_console, format_bytes, plain
 from epilora.v1 import adapter_service_pb2, adapter_service_pb2_grpc, types_pb2
 
 app = typer.Typer(help="Loads, unloads and shows adapters.", no_args_is_help=True)
@@ -157,7 +157,7 @@ def adapter_table(adapters: list[types_pb2.Adapter]) -> Table:
             str(adapter.adapter_slot) if adapter.adapter_slot >= 0 else "-",
             str(adapter.num_requests_in_flight),
             format_bytes(adapter.resident_bytes),
-            adapter.source,
+            plain(adapter.source),
         )
     return table
 
@@ -192,11 +192,11 @@ def _print_adapter(adapter: types_pb2.Adapter) -> None:
         + (" (cached)" if report.cache_hit else ""),
     }
     for key, value in rows.items():
-        table.add_row(key, str(value))
+        table.add_row(key, plain(str(value)))
     for warning in report.warnings:
-        table.add_row("warning", warning, style="yellow")
+        table.add_row("warning", plain(warning), style="yellow")
     for ignored in report.ignored_tensors:
-        table.add_row("ignored", ignored, style="yellow")
+        table.add_row("ignored", plain(ignored), style="yellow")
     if adapter.HasField("failure"):
-        table.add_row("failure", f"{adapter.failure.reason}: {adapter.failure.message}", style="red")
+        table.add_row("failure", plain(f"{adapter.failure.reason}: {adapter.failure.message}"), style="red")
     console.print(table)

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 
 from epilora.cli.client import Timeout, connected
-from epilora.cli.output import EXIT_REFUSED, console, error_console, format_bytes
+from epilora.cli.output import EXIT_REFUSED, console, error_console, format_bytes, plain
 from epilora.v1 import loader_service_pb2, loader_service_pb2_grpc
 
 Loader = Annotated[
@@ -51,7 +51,7 @@ def verify(loader: Loader, timeout: Timeout = 300.0) -> None:
         stub = loader_service_pb2_grpc.LoaderServiceStub(channel)
         found = stub.VerifyCache(loader_service_pb2.VerifyCacheRequest(), timeout=timeout)
     for path in found.damaged_paths:
-        error_console.print(f"[red]{path} is not what was written[/red]", soft_wrap=True)
+        error_console.print(plain(f"{path} is not what was written", "red"), soft_wrap=True)
     console.print(
         f"{found.num_slices} slices, {format_bytes(found.num_bytes)} read; {len(found.damaged_paths)} damaged"
     )

@@ -23,7 +23,8 @@ _SHADES = " ░▒▓█"
 _MAX_COLUMNS = 64
 _MAX_LISTED = 20
 
-Adapter = Annotated[Path, typer.Argument(help="Directory with adapter_config.json and the weights.")]
+# What cannot be read is an error of the adapter, not of the command line.
+Adapter = Annotated[Path, typer.Argument(help="Directory with adapter_config.json and the weights.", readable=False)]
 Swapped = Annotated[
     bool | None,
     typer.Option("--swapped/--not-swapped", help="In and out of stacked experts, where the file does not say it."),
@@ -96,7 +97,7 @@ def convert(
             num_tensors = convert_adapter(opened, spec, out, layout, hints=hints)
     except EpiloraError as error:
         raise fail(error) from None
-    console.print(f"{out}: {num_tensors} tensors, {layout.value}")
+    console.print(plain(f"{out}: {num_tensors} tensors, {layout.value}"))
 
 
 def _print(found: Inspection) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from epilora.balance import balanced_placement, spread
 from epilora.cli.client import channel_to
 from epilora.cli.model import read_model
-from epilora.cli.output import console, fail, format_bytes
+from epilora.cli.output import console, fail, format_bytes, plain
 from epilora.errors import EpiloraError, InvalidArgumentError
 from epilora.memory_plan import RankPlan, element_bytes_of, plan_memory, read_adapter
 from epilora.model_spec import ModelSpec
@@ -101,8 +101,10 @@ def plan(
         typer.echo(json.dumps({**_as_json(spec, placed, plans), **spreads}, indent=2))
         return
     console.print(
-        f"{spec.name} ({spec.model_type}): {len(spec.moe_layers)} of {spec.num_layers} layers with "
-        f"{spec.moe_layers[0].num_experts} experts; placement {placed.strategy} {placed.placement_id[:12]}"
+        plain(
+            f"{spec.name} ({spec.model_type}): {len(spec.moe_layers)} of {spec.num_layers} layers with "
+            f"{spec.moe_layers[0].num_experts} experts; placement {placed.strategy} {placed.placement_id[:12]}"
+        )
     )
     if balance:
         console.print(

@@ -19,7 +19,7 @@ from epilora.cli.supervisor import ServeOptions, Supervisor
 from epilora.errors import EpiloraError, InvalidArgumentError
 from epilora.families import SIZED_FAMILIES
 from epilora.logs import setup_logs
-from epilora.model_spec import ModelSpec
+from epilora.model_spec import ModelSpec, reading_model
 from epilora.placement import ExpertPlacement
 from epilora.settings import CommonSettings, GatewaySettings, LoaderSettings, WorkerSettings
 from epilora.settings_errors import EXIT_BAD_SETTINGS, Problem, problems_of
@@ -191,13 +191,20 @@ def _read(cls: type[S], given: Mapping[str, Any], wrong: dict[str, Problem]) -> 
 
 def _check_model(settings: WorkerSettings) -> None:
     """What every worker would find wrong after half a minute, found before any is started."""
-    if not (settings.model / "config.json").is_file():
+    with reading_model(settings.model):
+        if not (settings.model / "config.json").is_file():
+            raise InvalidArgumentError(
+                f"--model is {settings.model}, expected a directory with a checkpoint's config.json", reason="NO_MODEL"
+            )
+    if settings.num_ranks % settings.expert_tp:
         raise InvalidArgumentError(
-            f"--model is {settings.model}, expected a directory with a checkpoint's config.json", reason="NO_MODEL"
+            f"EPILORA_EXPERT_TP is {settings.expert_tp}, which does not divide the {settings.num_ranks} ranks",
+            reason="EXPERT_TP",
         )
     # Others are described by transformers, which only workers have; they say it if they cannot.
     if ModelSpec.model_type_of(settings.model) in SIZED_FAMILIES:
-        ExpertPlacement.make(settings.placement, ModelSpec.from_directory(settings.model), settings.num_ranks)
+        model = ModelSpec.from_directory(settings.model)
+        ExpertPlacement.make(settings.placement, model, settings.num_ranks // settings.expert_tp)
 
 
 def _parse_adapters(pairs: list[str]) -> dict[str, str]:

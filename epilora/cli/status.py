@@ -9,7 +9,7 @@ from rich.table import Table
 
 from epilora.cli.adapters import adapter_table
 from epilora.cli.client import DEFAULT_ADDRESS, Address, Timeout, connected, rpc_error
-from epilora.cli.output import EXIT_UNAVAILABLE, console, error_console, format_bytes
+from epilora.cli.output import EXIT_UNAVAILABLE, console, error_console, format_bytes, plain
 from epilora.v1 import (
     adapter_service_pb2,
     adapter_service_pb2_grpc,
@@ -32,7 +32,7 @@ def status(address: Address = DEFAULT_ADDRESS, timeout: Timeout = 10.0) -> None:
     console.print(f"{address}: [{'green' if serving else 'red'}]{'SERVING' if serving else 'NOT SERVING'}[/]")
     for group in topology.groups:
         if group.HasField("model"):
-            console.print(_model_line(group))
+            console.print(plain(_model_line(group)))
         console.print(_rank_table(group))
     if memory:
         console.print(_memory_table(memory))
@@ -48,7 +48,7 @@ def _memory(
     try:
         response = stub.GetMemory(cluster_service_pb2.GetMemoryRequest(), timeout=timeout)
     except grpc.RpcError as error:
-        error_console.print(f"[yellow]memory: {rpc_error(error, address).message}[/yellow]")
+        error_console.print(plain(f"memory: {rpc_error(error, address).message}", "yellow"))
         return []
     return list(response.ranks)
 

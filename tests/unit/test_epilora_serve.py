@@ -19,8 +19,9 @@ import typer
 
 from epilora.cli.children import descendants
 from epilora.cli.directories import Directories
-from epilora.cli.serve import read_settings
-from epilora.errors import FailedPreconditionError
+from epilora.cli.serve import _check_model, read_settings
+from epilora.errors import FailedPreconditionError, InvalidArgumentError
+from epilora.settings import WorkerSettings
 from tests.unit.test_epilora_cli import REPOSITORY, run
 
 SECONDS = 60.0
@@ -222,3 +223,14 @@ def test_refused_before_anything_starts(
     assert words in failed.stderr
     assert "Traceback" not in failed.stderr
     assert not (tmp_path / "s").exists()
+
+
+def test_a_placement_is_over_the_ranks_that_do_not_share_experts(tmp_path: Path) -> None:
+    model, saved = MODELS / "qwen3moe-T", tmp_path / "placement.json"
+    assert run("plan", f"--model={model}", "--ranks=4", "--expert-tp=2", f"--save={saved}").returncode == 0
+    settings = WorkerSettings(model=model, num_ranks=4, expert_tp=2, placement=str(saved))
+    _check_model(settings)
+    with pytest.raises(InvalidArgumentError, match="expected 4"):
+        _check_model(settings.model_copy(update={"expert_tp": 1}))
+    with pytest.raises(InvalidArgumentError, match="EPILORA_EXPERT_TP is 3, which does not divide the 4 ranks"):
+        _check_model(settings.model_copy(update={"expert_tp": 3}))

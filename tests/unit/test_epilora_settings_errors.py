@@ -45,3 +45,22 @@ def test_no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EPILORA_LISTEN", "[::]:0")
     settings = settings_or_exit(GatewaySettings)
     assert (settings.metrics_listen, settings.listen) == ("", "[::]:0")
+
+
+@pytest.mark.parametrize("variable", ["WORKER_ADDRESS", "WORKER_LISTEN", "LOADER_ADDRESS", "LOADER_LISTEN"])
+@pytest.mark.parametrize("address", ["{", "unix:{nope}/x", "unix:{}/x", "{run_dir.nope}", "{run_dir[0]}"])
+def test_addresses_that_cannot_be_filled_in(
+    variable: str, address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EPILORA_MODEL", "/m")
+    monkeypatch.setenv(f"EPILORA_{variable}", address)
+    said = _refused(WorkerSettings, capsys)
+    assert f"EPILORA_{variable} is {address!r}" in said
+    assert "{run_dir}" in said
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan"])
+def test_times_have_an_end(seconds: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("EPILORA_MODEL", "/m")
+    monkeypatch.setenv("EPILORA_COLLECTIVE_TIMEOUT_SECONDS", seconds)
+    assert "EPILORA_COLLECTIVE_TIMEOUT_SECONDS" in _refused(WorkerSettings, capsys)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 from worker_model_families import CONFIGS, MULTIMODAL, family_config, write_multimodal
 from worker_model_support import FIXTURES, Rank, fixture_adapter, small_config, write_model, write_slice
@@ -138,7 +141,8 @@ def test_refusals(tmp_path: Path) -> None:
     for arguments, reason in (
         (["--model", str(tmp_path / "none")], "MODEL_NOT_FOUND"),
         (["--model", model, "--dtype", "int8"], "BAD_DTYPE"),
-        (["--model", model, "--adapter", str(tmp_path)], "SOURCE_NOT_FOUND"),
+        (["--model", model, "--adapter", str(tmp_path)], "NO_ADAPTER_CONFIG"),
+        (["--model", model, "--adapter", str(tmp_path / "none")], "SOURCE_NOT_FOUND"),
     ):
         result = CliRunner().invoke(app, ["plan", *arguments])
         assert result.exit_code == 1
@@ -165,3 +169,18 @@ def test_wrong_usage(tmp_path: Path) -> None:
 def test_ranges() -> None:
     assert ranges((0, 1, 2, 5, 7, 8)) == "0-2 5 7-8"
     assert ranges(()) == ""
+
+
+def test_an_adapter_in_a_pickle_is_planned_like_one_in_safetensors(tmp_path: Path) -> None:
+    spec = ModelSpec.from_directory(FIXTURES / "models" / "qwen3moe-T")
+    saved = FIXTURES / "adapters" / "peft-0.21.2" / "qwen3moe-T-both"
+    shutil.copy(saved / "adapter_config.json", tmp_path)
+    torch.save(load_file(saved / "adapter_model.safetensors"), tmp_path / "adapter_model.bin")
+    placement = ExpertPlacement.make("linear", spec, 2)
+    plans = [
+        plan_memory(
+            spec, placement, {"a": read_adapter(path, spec, max_lora_rank=512)}, element_bytes=2, num_sequences=1
+        )
+        for path in (saved, tmp_path)
+    ]
+    assert plans[0] == plans[1]
