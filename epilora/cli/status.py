@@ -6,6 +6,7 @@ import grpc
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.table import Table
+from rich.text import Text
 
 from epilora.cli.adapters import adapter_table
 from epilora.cli.client import DEFAULT_ADDRESS, Address, Timeout, connected, rpc_error
@@ -17,11 +18,15 @@ from epilora.v1 import (
     cluster_service_pb2_grpc,
 )
 
+_ADAPTER_SERVICE = adapter_service_pb2.DESCRIPTOR.services_by_name["AdapterService"].full_name
+
 
 def status(address: Address = DEFAULT_ADDRESS, timeout: Timeout = 10.0) -> None:
     """Shows ranks, memory and adapters. Exit code 3 unless the service is SERVING."""
     with connected(address) as channel:
-        check = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        health = health_pb2_grpc.HealthStub(channel)
+        check = health.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        loads = health.Check(health_pb2.HealthCheckRequest(service=_ADAPTER_SERVICE), timeout=timeout)
         cluster = cluster_service_pb2_grpc.ClusterServiceStub(channel)
         topology = cluster.GetTopology(cluster_service_pb2.GetTopologyRequest(), timeout=timeout)
         listing = adapter_service_pb2_grpc.AdapterServiceStub(channel).ListAdapters(
@@ -30,6 +35,8 @@ def status(address: Address = DEFAULT_ADDRESS, timeout: Timeout = 10.0) -> None:
         memory = _memory(cluster, address, timeout)
     serving = check.status == health_pb2.HealthCheckResponse.SERVING
     console.print(f"{address}: [{'green' if serving else 'red'}]{'SERVING' if serving else 'NOT SERVING'}[/]")
+    if serving and loads.status != health_pb2.HealthCheckResponse.SERVING:
+        console.print(Text("adapters cannot be loaded: the loader is away", style="yellow"))
     for group in topology.groups:
         if group.HasField("model"):
             console.print(plain(_model_line(group)))

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import grpc
 import pytest
+from typer.testing import CliRunner
 
+from epilora.cli.app import app
 from epilora.v1 import adapter_service_pb2, generation_service_pb2, generation_service_pb2_grpc, types_pb2
 from tests.service.harness import Service
 
@@ -168,6 +170,8 @@ def test_a_loader_that_cannot_start_any_more_ends_the_service(
     service.kill(*service.pids()["loader"])
     # Until then the service does what it can, and says what it cannot.
     service.until_health("NOT_SERVING", NOTICED_SECONDS, ADAPTER_SERVICE)
+    shown = CliRunner().invoke(app, ["status", "--address", service.address])
+    assert (shown.exit_code, "the loader is away" in shown.stdout) == (0, True), shown.output
     assert service.health() == "SERVING"
     assert service.tokens(PROMPT, "a") == before
     assert service.wait() == 1
