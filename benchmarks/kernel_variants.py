@@ -28,7 +28,7 @@ from benchmarks.kernel_cells import MAX_RELATIVE_ERROR
 from benchmarks.kernel_compile import CompileAhead, shape_weights
 from benchmarks.kernel_layer import SHAPES, Batch, Calls, Layer, Shape, floor_us, graphs_us, layer_calls, run_layer
 from benchmarks.kernel_oracle import Adapters, layer_fp32
-from compute_worker.kernels import AdapterTable, GemmTile, MoEConfig, choose_config
+from compute_worker.kernels import AdapterTable, MoEConfig, choose_config
 from compute_worker.kernels.config import shape_key, token_bucket
 
 MARGIN = 0.005
@@ -65,10 +65,6 @@ def _variants(shape: Shape, tokens: int, device_name: str) -> dict[str, MoEConfi
         if tokens >= 4096:
             out[f"pairs of {rows}"] = replace(first, pair_block_m=rows)
     return out
-
-
-def _tile(tile: GemmTile, **changes: Any) -> GemmTile:
-    return replace(tile, **changes)
 
 
 def _base_of(config: MoEConfig) -> MoEConfig:

@@ -221,13 +221,13 @@ def expand_down_kernel(y_row_ptr, s_ptr, route, table, num_experts, slots_1, s_s
         first = tl.program_id(0) * SPAN_D
         last = tl.minimum(first + SPAN_D, D)
         if (lora_rank % 8 == 0) & (lora_rank <= BLOCK_R):
-            if BLOCK_R > NARROW_RANK and lora_rank <= NARROW_RANK:
-                if lora_rank > 0:
+            if lora_rank > 0:
+                if BLOCK_R > NARROW_RANK and lora_rank <= NARROW_RANK:
                     _down_in_one_block(y_row_ptr, s_ptrs, address, lora_rank, pos, row_mask, first, last, D, BLOCK_D,
                                        NARROW_RANK, STAGES)  # fmt: skip
-            elif lora_rank > 0:
-                _down_in_one_block(y_row_ptr, s_ptrs, address, lora_rank, pos, row_mask, first, last, D, BLOCK_D,
-                                   BLOCK_R, STAGES)  # fmt: skip
+                else:
+                    _down_in_one_block(y_row_ptr, s_ptrs, address, lora_rank, pos, row_mask, first, last, D, BLOCK_D,
+                                       BLOCK_R, STAGES)  # fmt: skip
         else:
             for d0 in range(first, last, BLOCK_D):
                 d = d0 + tl.arange(0, BLOCK_D)

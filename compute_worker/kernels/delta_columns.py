@@ -104,6 +104,15 @@ def list_columns(pid, route, gate_up, down, table, num_tiles, num_experts, slots
 
 
 @triton.jit
+def list_of_tile(columns, table, tile, max_groups, NUM_PROJ: tl.constexpr):
+    """(widest, words, count) that `add_listed_deltas` takes of a base tile; to be called long before it."""
+    widest = tl.load(table.widest, cache_modifier=".cg")
+    count = tl.load(columns.num_groups + tile, cache_modifier=".cg")
+    words = columns.words + tile.to(tl.int64) * max_groups * (NUM_PROJ * 2)
+    return widest, words, count
+
+
+@triton.jit
 def _step(acc, i, words, count, n, n_mask, rows_bin, s_row_ptrs, site_stride, PROJ: tl.constexpr,
           NUM_PROJ: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """acc + s B^T over the columns of step i. ALIGNED: every rank is a multiple of 8.

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from compute_worker.kernels.activation import activate
-from compute_worker.kernels.delta_columns import add_listed_deltas, list_columns
+from compute_worker.kernels.delta_columns import add_listed_deltas, list_columns, list_of_tile
 from compute_worker.kernels.lora import let_next_launch, let_next_launch_and_see, shrink_tile, wait_for_data
 from compute_worker.kernels.tiles import base_tile, bin_of_rows, row_of_base_tile
 
@@ -75,9 +75,7 @@ def _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns, x_row,
     if EXPANDS:
         # Looked up before the long loop, so that the epilogue need not wait for them one after the other.
         rows_bin = bin_of_rows(route, expert, pos, row_mask, slots_1, DIRECT, ".cg")
-        widest = tl.load(table.widest, cache_modifier=".cg")
-        num_groups = tl.load(columns.num_groups + tile, cache_modifier=".cg")
-        words = columns.words + tile.to(tl.int64) * max_groups * 2
+        widest, words, num_groups = list_of_tile(columns, table, tile, max_groups, 1)
     if not USE_TMA:
         w_ptrs = w + expert.to(tl.int64) * (N * K) + n[:, None] * K + k[None, :]
     if SWAP:
@@ -232,9 +230,7 @@ def _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns,
     if HAS_LORA:
         # Looked up before the long loop, so that the epilogue need not wait for them one after the other.
         rows_bin = bin_of_rows(route, expert, pos, row_mask, slots_1, DIRECT, ".cg")
-        widest = tl.load(table.widest, cache_modifier=".cg")
-        num_groups = tl.load(columns.num_groups + tile, cache_modifier=".cg")
-        words = columns.words + tile.to(tl.int64) * max_groups * 4
+        widest, words, num_groups = list_of_tile(columns, table, tile, max_groups, 2)
     if not USE_TMA:
         w_expert = w + expert.to(tl.int64) * (2 * F * K)
         gate_ptrs = w_expert + gate_row[:, None] * K + k[None, :]
