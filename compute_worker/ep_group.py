@@ -64,11 +64,7 @@ class EPGroup:
                 reason="WORLD_SIZE_MISMATCH",
                 metadata={"world_size": num_ranks, "num_ranks": settings.num_ranks},
             )
-        if num_ranks % settings.expert_tp:
-            raise InvalidArgumentError(
-                f"EPILORA_EXPERT_TP is {settings.expert_tp}, which does not divide the {num_ranks} ranks",
-                reason="EXPERT_TP",
-            )
+        settings.num_placed(num_ranks)  # raises where expert_tp does not fit
         device = _device(settings.device, local_rank)
         timeout = timedelta(seconds=settings.collective_timeout_seconds)
         if not dist.is_initialized():

@@ -6,7 +6,9 @@ constant of google.rpc.ErrorInfo that programs match on; `metadata` holds the va
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import grpc
@@ -132,3 +134,20 @@ _BY_CODE: dict[grpc.StatusCode, type[EpiloraError]] = {
 def error_class_for(code: grpc.StatusCode) -> type[EpiloraError]:
     """The exception for a status code that another epilora process answered with."""
     return _BY_CODE.get(code, InternalError)
+
+
+@contextmanager
+def reading_files(path: Path, error_class: type[EpiloraError], *, reason: str, advice: str = "") -> Iterator[None]:
+    """Makes one error of whatever keeps the block from reading files.
+
+    Args:
+        path: named where the system does not say which file it was.
+        error_class: of the error.
+        reason: of the error.
+        advice: what the message ends with.
+    """
+    try:
+        yield
+    except OSError as error:
+        message = f"{error.filename or path} cannot be read: {error.strerror}{advice}"
+        raise error_class(message, reason=reason) from error

@@ -6,13 +6,13 @@ Legend: D hidden size, E experts of a layer, F intermediate size of an expert.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from epilora.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError
+from epilora.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, reading_files
 from epilora.families import FAMILIES, GateUpLayout, ModelFamily, Size, Where, sized_family_of
 from epilora.model_digest import digest_of_model
 
@@ -198,20 +198,11 @@ class ModelSpec:
         )
 
 
-@contextmanager
-def reading_model(path: Path) -> Iterator[None]:
-    """Makes a FailedPreconditionError, reason MODEL_UNREADABLE, of an error of the system while a checkpoint is read.
-
-    Args:
-        path: of the checkpoint; named where the system does not say which file it was.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise FailedPreconditionError(
-            f"{error.filename or path} cannot be read: {error.strerror}; is the checkpoint complete?",
-            reason="MODEL_UNREADABLE",
-        ) from error
+def reading_model(path: Path) -> AbstractContextManager[None]:
+    """`reading_files` of a checkpoint: FailedPreconditionError, reason MODEL_UNREADABLE."""
+    return reading_files(
+        path, FailedPreconditionError, reason="MODEL_UNREADABLE", advice="; is the checkpoint complete?"
+    )
 
 
 class _Config:

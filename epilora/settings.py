@@ -11,6 +11,8 @@ from typing import Literal
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from epilora.errors import InvalidArgumentError
+
 MAX_PORT = 65535
 
 
@@ -133,6 +135,19 @@ class WorkerSettings(CommonSettings):
     """Expert steps done at most for each generate step while both have work."""
     torch_threads: int = Field(default=0, ge=0)
     """Threads of a CPU worker; 0: cores / ranks, at least 1."""
+
+    def num_placed(self, num_ranks: int) -> int:
+        """Over how many the placement of so many ranks is: those that share experts count once.
+
+        Raises:
+            InvalidArgumentError: expert_tp does not divide them (reason EXPERT_TP).
+        """
+        if num_ranks % self.expert_tp:
+            raise InvalidArgumentError(
+                f"EPILORA_EXPERT_TP is {self.expert_tp}, which does not divide the {num_ranks} ranks",
+                reason="EXPERT_TP",
+            )
+        return num_ranks // self.expert_tp
 
 
 class LoaderSettings(CommonSettings):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from epilora.adapters.peft_config import MAX_CONFIG_BYTES, PeftConfig, parse_pef
 from epilora.adapters.resolve import resolve_adapter
 from epilora.adapters.safetensors_header import SafetensorsHeader
 from epilora.adapters.weights import AdapterWeights
-from epilora.errors import AdapterFormatError, NotFoundError
+from epilora.errors import AdapterFormatError, NotFoundError, reading_files
 from epilora.families import family_of
 from epilora.model_spec import ModelSpec
 
@@ -61,19 +61,9 @@ class OpenAdapter:
         )
 
 
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Makes an AdapterFormatError, reason SOURCE_UNREADABLE, of an error of the system while an adapter is read.
-
-    Args:
-        path: of the adapter; named where the system does not say which file it was.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise AdapterFormatError(
-            f"{error.filename or path} cannot be read: {error.strerror}", reason="SOURCE_UNREADABLE"
-        ) from error
+def reading(path: Path) -> AbstractContextManager[None]:
+    """`reading_files` of an adapter: AdapterFormatError, reason SOURCE_UNREADABLE."""
+    return reading_files(path, AdapterFormatError, reason="SOURCE_UNREADABLE")
 
 
 @contextmanager

@@ -196,15 +196,10 @@ def _check_model(settings: WorkerSettings) -> None:
             raise InvalidArgumentError(
                 f"--model is {settings.model}, expected a directory with a checkpoint's config.json", reason="NO_MODEL"
             )
-    if settings.num_ranks % settings.expert_tp:
-        raise InvalidArgumentError(
-            f"EPILORA_EXPERT_TP is {settings.expert_tp}, which does not divide the {settings.num_ranks} ranks",
-            reason="EXPERT_TP",
-        )
+    num_placed = settings.num_placed(settings.num_ranks)
     # Others are described by transformers, which only workers have; they say it if they cannot.
     if ModelSpec.model_type_of(settings.model) in SIZED_FAMILIES:
-        model = ModelSpec.from_directory(settings.model)
-        ExpertPlacement.make(settings.placement, model, settings.num_ranks // settings.expert_tp)
+        ExpertPlacement.make(settings.placement, ModelSpec.from_directory(settings.model), num_placed)
 
 
 def _parse_adapters(pairs: list[str]) -> dict[str, str]:
