@@ -19,6 +19,7 @@ from epilora.cli.app import app
 from epilora.model_spec import ModelSpec
 from epilora.settings import LoaderSettings
 from tests.unit.epilora_adapters import AdapterArrays, resolve, write_adapter
+from tests.unit.epilora_commands import error_of, run_command
 from tests.unit.epilora_layouts import LAYOUTS, reference_deltas, tensors_of
 from tests.unit.epilora_models import write_model
 from tests.unit.test_epilora_layouts import deltas_of
@@ -26,14 +27,8 @@ from tests.unit.test_epilora_layouts import deltas_of
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 
-def _run(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    return result.output
-
-
 def _json(*arguments: object, code: int = 0) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(_run("inspect", *arguments, "--json", code=code))
+    found: dict[str, Any] = json.loads(run_command("inspect", *arguments, "--json", code=code))
     return found
 
 
@@ -59,7 +54,7 @@ def test_inspect_without_a_model_goes_by_names(tmp_path: Path) -> None:
     assert found["likely_families"] == ["mixtral", "minimax_m2"]
     assert {module["path"] for module in found["modules"]} >= {"model.layers.*.block_sparse_moe.experts.*.w1"}
     assert found["refused"] is None
-    output = _run("inspect", adapter)
+    output = run_command("inspect", adapter)
     assert "1 |█ █" in output, output
 
 
@@ -68,7 +63,7 @@ def test_inspect_draws_what_is_touched(tmp_path: Path) -> None:
     tensors, changes = tensors_of(ModelSpec.from_directory(model), "F1", 3)
     some = {name: array for name, array in tensors.items() if "layers.1.mlp.experts.2" in name}
     adapter = write_adapter(tmp_path / "a", some, **changes)
-    output = _run("inspect", adapter, "--model", model)
+    output = run_command("inspect", adapter, "--model", model)
     assert "   1 |  █ |" in output
     assert "would be served" in output
 
@@ -80,23 +75,15 @@ def test_inspect_says_why_an_adapter_would_be_refused(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "a", tensors, **changes)
     found = _json(adapter, "--model", model, code=1)
     assert found["refused"]["reason"] == "SHAPE_MISMATCH"
-    assert "would be refused (SHAPE_MISMATCH)" in _run("inspect", adapter, "--model", model, code=1)
+    assert "would be refused (SHAPE_MISMATCH)" in run_command("inspect", adapter, "--model", model, code=1)
     dora = write_adapter(tmp_path / "dora", tensors, **changes, use_dora=True)
     assert _json(dora, code=1)["refused"]["reason"] == "UNSUPPORTED_ADAPTER"
     for name in ("none", "n" * 300):
-        assert "does not exist" in _run("inspect", tmp_path / name, code=1)
+        assert "does not exist" in run_command("inspect", tmp_path / name, code=1)
 
 
 # Reading it is an error of the system, also for root.
 UNREADABLE = Path("/proc/self/mem")
-
-
-def _error(*arguments: object) -> dict[str, Any]:
-    """What is on stdout of a command that fails: JSON, and nothing on stderr."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert (result.exit_code, result.stderr) == (1, ""), result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -117,7 +104,7 @@ def test_errors_are_json_if_asked(tmp_path: Path, broken: str, code: str, reason
         (adapter / broken).symlink_to(UNREADABLE)
     plan = ("plan", "--model", model, "--adapter", good, "--adapter", f"other={adapter}", "--json")
     for command in (("inspect", adapter, "--json"), plan):
-        found = _error(*command)
+        found = error_of(*command)
         assert set(found) == {"path", "error"}
         assert found["path"] == str(adapter)
         assert (found["error"]["code"], found["error"]["reason"]) == (code, reason)
@@ -129,77 +116,13 @@ def test_errors_are_json_if_asked(tmp_path: Path, broken: str, code: str, reason
 
 def test_errors_that_are_no_adapters_are_json_too(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
-    found = _error("plan", "--model", tmp_path / "none", "--json")
+    found = error_of("plan", "--model", tmp_path / "none", "--json")
     assert (found["path"], found["error"]["code"]) == (None, "NOT_FOUND")
-    found = _error("plan", "--model", model, "--load-from", " ", "--json")
+    found = error_of("plan", "--model", model, "--load-from", " ", "--json")
     assert (found["path"], found["error"]["reason"]) == (None, "BAD_ADDRESS")
     away = CliRunner().invoke(app, ["plan", "--model", str(model), "--load-from", "127.0.0.1:1", "--json"])
     assert (away.exit_code, away.stderr) == (3, "")
     assert json.loads(away.stdout)["error"]["code"] == "UNAVAILABLE"
-
-
-@pytest.mark.parametrize(
-    "broken, reason",
-    [
-        (lambda model: (model / "model.safetensors").symlink_to(model / "gone"), "MODEL_UNREADABLE"),
-        (lambda model: (model / "model.safetensors").mkdir(), "MODEL_UNREADABLE"),
-        (lambda model: _change_config(model, mlp_only_layers="x"), "BAD_MODEL_CONFIG"),
-    ],
-    ids=["dangling_link", "directory", "layers"],
-)
-def test_a_checkpoint_that_cannot_be_read_is_one_error(tmp_path: Path, broken: Any, reason: str) -> None:
-    model = write_model(tmp_path / "model")
-    tensors, changes = tensors_of(ModelSpec.from_directory(model), "F1", 3)
-    adapter = write_adapter(tmp_path / "a", tensors, **changes)
-    broken(model)
-    for command in (("inspect", adapter, "--model", model, "--json"), ("plan", "--model", model, "--json")):
-        assert _error(*command)["error"]["reason"] == reason
-
-
-@pytest.mark.parametrize("header", [b"[]", b"{", b'{"a": []}', b'{"a": {"shape": "x"}}'])
-def test_a_broken_header_of_a_checkpoint_is_one_error(tmp_path: Path, header: bytes) -> None:
-    model = write_model(tmp_path / "model")
-    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    found = _error("plan", "--model", model, "--json")["error"]
-    assert found["reason"] == "BAD_MODEL_WEIGHTS"
-    assert "model.safetensors" in found["message"]
-
-
-def test_a_dtype_that_is_no_name_is_one_error(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
-    _change_config(model, dtype=[])
-    # [] counts as none; a table does not.
-    _run("plan", "--model", model)
-    _change_config(model, dtype={"a": 1})
-    assert _error("plan", "--model", model, "--json")["error"]["reason"] == "BAD_DTYPE"
-
-
-def _change_config(model: Path, **changes: object) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | changes))
-
-
-def test_brackets_in_names_are_shown_as_they_are(tmp_path: Path) -> None:
-    """rich takes them for markup: a closing one without its opening one is an error there."""
-    model = write_model(tmp_path / "a[" / "v2]")
-    tensors, changes = tensors_of(ModelSpec.from_directory(model), "F1", 3)
-    adapter = write_adapter(tmp_path / "b[" / "v2]", tensors, **changes)
-    for command in (
-        ("plan", "--model", model),
-        ("convert", adapter, tmp_path / "c[" / "v2]", "--model", model, "--layout", "per-expert"),
-        ("inspect", adapter),
-    ):
-        if command[0] == "convert":
-            (tmp_path / "c[").mkdir()
-        assert "[/v2]" in _run(*command).replace("\n", "")
-
-
-def test_what_the_user_may_not_read_is_not_the_command_lines_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.access", lambda *_args, **_kwargs: False)
-    monkeypatch.setattr("epilora.adapters.open_adapter.os.path.isdir", lambda _path: False)
-    assert _error("inspect", tmp_path, "--json")["error"]["reason"] == "SOURCE_NOT_FOUND"
 
 
 def test_values_that_cannot_be_read_are_a_finding(tmp_path: Path) -> None:
@@ -296,7 +219,7 @@ def test_inspect_says_what_a_service_would_need(tmp_path: Path) -> None:
     assert found["values_read"] is False
     assert [warning for warning in found["warnings"] if "lora_rank 600 is above 512" in warning]
     assert "2 of 6 EP ranks hold no expert, the first is rank 4" in found["warnings"]
-    assert "the values were not read" in _run("inspect", adapter, "--model", model).replace("\n", " ")
+    assert "the values were not read" in run_command("inspect", adapter, "--model", model).replace("\n", " ")
     assert _json(adapter, "--model", model, "--verify")["values_read"] is True
 
 
@@ -320,7 +243,7 @@ def test_what_is_no_file_is_said_to_be_none(tmp_path: Path, kind: str, name: str
         (adapter / name).mkdir()
     else:
         os.mkfifo(adapter / name)
-    assert "no regular file" in _run("inspect", adapter, code=1).replace("\n", " ")
+    assert "no regular file" in run_command("inspect", adapter, code=1).replace("\n", " ")
 
 
 @pytest.mark.parametrize("target", ConvertedLayout)
@@ -345,7 +268,7 @@ def test_converted_ranks_and_scales_are_those_of_the_original(tmp_path: Path, ta
     """rank_pattern, alpha_pattern and rsLoRA of a recorded adapter, attention included."""
     model = FIXTURES / "models" / "qwen3moe-T"
     adapter = FIXTURES / "adapters" / "peft-0.17.1-transformers-4.57.3" / "qwen3moe-T-ranks"
-    _run("convert", adapter, tmp_path / "out", "--layout", target.value, "--model", model)
+    run_command("convert", adapter, tmp_path / "out", "--layout", target.value, "--model", model)
     spec = ModelSpec.from_directory(model)
     original, converted = resolve(adapter, spec), resolve(tmp_path / "out", spec)
     expected, got = deltas_of(original, adapter, spec), deltas_of(converted, tmp_path / "out", spec)
@@ -378,9 +301,11 @@ def test_convert_writes_no_existing_directory(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     tensors, changes = tensors_of(ModelSpec.from_directory(model), "F3", 3)
     adapter = write_adapter(tmp_path / "a", tensors, **changes)
-    assert "exists" in _run("convert", adapter, adapter, "--layout", "fused", "--model", model, code=1)
+    assert "exists" in run_command("convert", adapter, adapter, "--layout", "fused", "--model", model, code=1)
     too_long = tmp_path / ("n" * 300)
-    assert "cannot be written" in _run("convert", adapter, too_long, "--layout", "fused", "--model", model, code=1)
+    assert "cannot be written" in run_command(
+        "convert", adapter, too_long, "--layout", "fused", "--model", model, code=1
+    )
 
 
 def test_peft_reads_a_fused_adapter_as_we_do(tmp_path: Path) -> None:
@@ -391,7 +316,7 @@ def test_peft_reads_a_fused_adapter_as_we_do(tmp_path: Path) -> None:
 
     model = FIXTURES / "models" / "qwen3moe-T"
     adapter = FIXTURES / "adapters" / "peft-0.17.1-transformers-4.57.3" / "qwen3moe-T-all"
-    _run("convert", adapter, tmp_path / "out", "--layout", "fused", "--model", model)
+    run_command("convert", adapter, tmp_path / "out", "--layout", "fused", "--model", model)
     expected = load_file(adapter / "expected.safetensors")
     loaded = peft.PeftModel.from_pretrained(load_model(model), tmp_path / "out").eval()
     with torch.no_grad():
@@ -407,6 +332,6 @@ def test_names_of_a_foreign_file_do_not_steer_the_terminal(tmp_path: Path) -> No
     }
     adapter = write_adapter(tmp_path / "a", tensors)
     model = write_model(tmp_path / "model")
-    for output in (_run("inspect", adapter), _run("inspect", adapter, "--model", model, code=1)):
+    for output in (run_command("inspect", adapter), run_command("inspect", adapter, "--model", model, code=1)):
         assert r"\x1b[2J" in output
         assert not set(output) & {"\x1b", "\x07"}
