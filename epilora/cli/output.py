@@ -19,8 +19,12 @@ error_console = Console(stderr=True)
 
 
 def plain(text: str, style: str = "") -> Text:
-    """Text that may hold anything, such as names of a foreign file: what would steer the terminal becomes an escape."""
-    return Text("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text), style=style)
+    """Text that may hold anything, such as names of a foreign file: what would steer the terminal becomes an escape.
+
+    A table folds it where a column is too narrow, and cuts nothing off.
+    """
+    shown = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return Text(shown, style=style, overflow="fold")
 
 
 def print_error(code: str, reason: str, message: str) -> None:

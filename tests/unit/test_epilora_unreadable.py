@@ -56,19 +56,22 @@ def test_a_dtype_that_is_no_name_is_oneerror_of(tmp_path: Path) -> None:
     assert error_of("plan", "--model", model, "--json")["error"]["reason"] == "BAD_DTYPE"
 
 
-def test_brackets_in_names_are_shown_as_they_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("long", ["", "long" * 40], ids=["short", "longer_than_a_line"])
+def test_brackets_in_names_are_shown_as_they_are(tmp_path: Path, long: str) -> None:
     """rich takes them for markup: a closing one without its opening one is an error there."""
-    model = write_model(tmp_path / "a[" / "v2]")
+    model = write_model(tmp_path / f"{long}a[" / "v2]")
     tensors, changes = tensors_of(ModelSpec.from_directory(model), "F1", 3)
-    adapter = write_adapter(tmp_path / "b[" / "v2]", tensors, **changes)
+    adapter = write_adapter(tmp_path / f"{long}b[" / "v2]", tensors, **changes)
     for command in (
         ("plan", "--model", model),
-        ("convert", adapter, tmp_path / "c[" / "v2]", "--model", model, "--layout", "per-expert"),
+        ("convert", adapter, tmp_path / f"{long}c[" / "v2]", "--model", model, "--layout", "per-expert"),
         ("inspect", adapter),
     ):
         if command[0] == "convert":
-            (tmp_path / "c[").mkdir()
-        assert "[/v2]" in run_command(*command).replace("\n", "")
+            (tmp_path / f"{long}c[").mkdir()
+        shown = "".join(run_command(*command).split())
+        assert "[/v2]" in shown
+        assert long in shown
 
 
 def test_what_the_user_may_not_read_is_not_the_command_lines_fault(
