@@ -74,6 +74,8 @@ class MoEConfig:
     shrink_block_k: int = 128
     shrink_columns: int = 128
     """Rows of A, of gate and up side by side, that one program multiplies with its rows of x."""
+    shrink_stages: int = 4
+    """Blocks of K that a shrink has on their way."""
     shrink_splits: int = 1
     """Programs that share the sum over D of a gate and up shrink (fused path; then they take all columns)."""
     down_shrink_splits: int = 1
@@ -82,7 +84,8 @@ class MoEConfig:
     """Programmatic dependent launch: each kernel launches while the one before it drains. In the fused path only beside
     adapters, where a GEMM's main loop then begins beside the last shrinks."""
     base_pdl: bool = False
-    """The same for the fused path without adapters."""
+    """The same for the fused path without adapters, where the down GEMM then begins on the first tiles (`first_tiles`)
+    while the last gate and up tiles run, if both are n_fastest."""
 
     def __post_init__(self) -> None:
         for name in ("extra_m", "lora_extra_m"):
@@ -138,12 +141,14 @@ def rule(weights: MoEWeights, *, num_tokens: int, top_k: int) -> MoEConfig:
         tile = _tile(64, 128, 4, 4, swap=True, rows_first=False)
         return MoEConfig(
             block_m=32 if rows <= 24 else 64, pair_block_m=16, fused=False, gate_up=tile, down=tile,
-            expand_down="grouped", span=3, shrink_block_k=256,
+            expand_down="grouped", block_f=64, span=8, shrink_block_k=256,
         )  # fmt: skip
     # Where most rows of a token are remote, a walk over its k is mostly empty: group by pair instead.
     local = weights.routed_experts == weights.num_experts
+    many = token_bucket(num_tokens) >= 32
     return MoEConfig(
-        block_m=16, pair_block_m=16, fused=False, expand_down="combine" if local else "grouped", span=2,
+        block_m=16, pair_block_m=16, fused=False, expand_down="combine" if local else "grouped",
+        block_f=64 if many else 128, span=4 if many else 2,
         gate_up=_tile(64, 128, 4, 4, swap=True, rows_first=True), down=_tile(64, 128, 4, 4, swap=True, rows_first=True),
         shrink_block_k=256, shrink_columns=32, pdl=token_bucket(num_tokens) <= 32,
     )  # fmt: skip
@@ -151,27 +156,31 @@ def rule(weights: MoEWeights, *, num_tokens: int, top_k: int) -> MoEConfig:
 
 def _fused_rule(weights: MoEWeights, rows: float, *, rows_first: bool) -> MoEConfig | None:
     """The fused configuration for so many rows an expert; None where the split path is better."""
-    # Few experts have few pairs: several programs then share a shrink's sum, to have more bytes on their way.
+    # Few experts have few pair tiles while they have few rows: several programs then share a shrink's sum, so that more
+    # bytes are on their way.
     few = weights.num_experts <= _FEW_EXPERTS
-    splits = min(4, max(1, weights.hidden_size // 1024)) if few else 1
-    down_splits = min(8, max(1, weights.intermediate_size // 2048)) if few else 1
+    shares = few and rows < 512
+    splits = min(4, max(1, weights.hidden_size // 1024)) if shares else 1
+    down_splits = min(8, max(1, weights.intermediate_size // 2048)) if shares else 1
     if rows >= 96:
         return MoEConfig(
-            block_m=128, tail_m=64, pair_block_m=64, fused=True, expand_down="epilogue", shrink_block_k=128,
+            block_m=128, tail_m=64, pair_block_m=64, fused=True, expand_down="epilogue", shrink_block_k=64,
             gate_up=_tile(128, 64, 8, 4, rows_first=rows_first), down=_tile(256, 64, 8, 4, rows_first=rows_first),
-            shrink_splits=splits, down_shrink_splits=down_splits, extra_m=0 if few else 16, pdl=True,
+            shrink_splits=splits, down_shrink_splits=down_splits, extra_m=0 if few else 16, pdl=True, base_pdl=True,
         )  # fmt: skip
     if rows > 24:
         return MoEConfig(
-            block_m=64, tail_m=16, pair_block_m=16, fused=True, expand_down="epilogue", shrink_block_k=256,
+            block_m=64, tail_m=16, pair_block_m=16, fused=True, expand_down="epilogue", shrink_block_k=128,
+            shrink_stages=3,
             gate_up=_tile(64, 64, 4, 4, rows_first=rows_first), down=_tile(128, 64, 4, 4, rows_first=rows_first),
             shrink_splits=splits, down_shrink_splits=down_splits, extra_m=32 if few else 0, pdl=not few,
+            base_pdl=not few,
         )  # fmt: skip
     if rows > 8 and rows_first:
         return MoEConfig(
-            block_m=32, tail_m=16, pair_block_m=16, fused=True, expand_down="epilogue", shrink_block_k=256,
+            block_m=32, tail_m=16, pair_block_m=16, fused=True, expand_down="epilogue", shrink_block_k=128,
             gate_up=_tile(64, 64, 4, 4, rows_first=True), down=_tile(64, 128, 4, 3, rows_first=True),
-            shrink_splits=splits, down_shrink_splits=down_splits, pdl=True,
+            shrink_splits=splits, down_shrink_splits=down_splits, pdl=True, base_pdl=True,
         )  # fmt: skip
     return None
 

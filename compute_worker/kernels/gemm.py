@@ -12,7 +12,8 @@ Base results do not depend on adapters: the K order of every sum is that of BLOC
 results of other rows are masked to zero before they meet an adapter's B.
 
 Launch order under programmatic dependent launch: a kernel lets the next one launch only after its own wait, so that all
-before it have ended; a GEMM that adds deltas in its epilogue begins beside the shrinks and waits for them there.
+before it have ended; a GEMM that adds deltas in its epilogue begins beside the shrinks and waits for them there, and
+without adapters the down GEMM begins on tiles whose rows are complete (`first_tiles`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import triton.language as tl
 
 from compute_worker.kernels.activation import activate
 from compute_worker.kernels.delta_columns import add_listed_deltas, list_columns, list_of_tile
+from compute_worker.kernels.first_tiles import count_tile, wait_for_tile
 from compute_worker.kernels.lora import let_next_launch, let_next_launch_and_see, shrink_tile, wait_for_data
 from compute_worker.kernels.tiles import base_tile, bin_of_rows, row_of_base_tile
 
@@ -122,26 +124,32 @@ def _load_x(x_ptrs, row_mask, k0, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
     return x
 
 
-@triton.jit(do_not_specialize=["num_shrink", "num_experts", "slots_1", "num_rows", "max_groups"])
+@triton.jit(
+    do_not_specialize=["num_shrink", "num_experts", "slots_1", "num_rows", "max_groups", "first_tiles", "x_blocks"]
+)
 def expert_gemm_kernel(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns, num_shrink, num_experts, slots_1,
-                       num_rows, s_stride, max_groups, N: tl.constexpr, K: tl.constexpr, TOP_K: tl.constexpr,
-                       SHRINK_PROJ: tl.constexpr, NUM_PROJ: tl.constexpr, EXPANDS: tl.constexpr,
-                       HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr, EXTRA_M: tl.constexpr,
-                       BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SWAP: tl.constexpr,
-                       USE_TMA: tl.constexpr, N_FASTEST: tl.constexpr, PAIR_BLOCK_M: tl.constexpr,
+                       num_rows, s_stride, max_groups, first_tiles, x_blocks, N: tl.constexpr, K: tl.constexpr,
+                       TOP_K: tl.constexpr, SHRINK_PROJ: tl.constexpr, NUM_PROJ: tl.constexpr,
+                       EXPANDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr,
+                       EXTRA_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+                       SWAP: tl.constexpr, USE_TMA: tl.constexpr, N_FASTEST: tl.constexpr, PAIR_BLOCK_M: tl.constexpr,
                        SHRINK_BLOCK_C: tl.constexpr, SHRINK_BLOCK_K: tl.constexpr, SHRINK_NARROW_K: tl.constexpr,
                        SHRINK_STAGES: tl.constexpr, BLOCK_R: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
-                       PDL: tl.constexpr):  # fmt: skip
+                       EARLY: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program: a shrink tile if its id is below num_shrink, else BLOCK_N columns of a base tile.
 
     NUM_PROJ: shrink columns, from SHRINK_PROJ on (0: none). EXPANDS: the epilogue adds deltas, of a kernel that ran
     before this one; the list in columns and all that the main loop reads must be complete when this one is launched.
     SWAP: weights as the M side of the product, so that 16 rows still use the wide matrix instructions.
+    EARLY (with N_FASTEST, without shrinks): programs of the first_tiles first tiles wait for no other tile of x, which
+    x_blocks programs of the kernel before have each counted.
     """
     pid = tl.program_id(0)
     NUM_N_BLOCKS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    CACHE: tl.constexpr = ".cg" if EXPANDS else ""
-    if not EXPANDS:
+    CACHE: tl.constexpr = ".cg" if EXPANDS or EARLY else ""
+    if EARLY:
+        wait_for_tile(route, pid // NUM_N_BLOCKS, first_tiles, x_blocks, PDL)
+    elif not EXPANDS:
         wait_for_data(PDL)
     let_next_launch(PDL)
     if pid < num_shrink:
@@ -282,19 +290,19 @@ def _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns,
                         alpha, limit, F, ACTIVATION, HAS_LORA, HAS_BIAS, COLUMNS, DTYPE)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_experts", "slots_1", "num_rows", "max_groups"])
+@triton.jit(do_not_specialize=["num_experts", "slots_1", "num_rows", "max_groups", "first_tiles"])
 def gate_up_act_kernel(x_ptr, w, w_apart, bias_ptr, act_ptr, s_ptr, route, table, columns, num_experts, slots_1,
-                       num_rows, s_stride, max_groups, alpha, limit, F: tl.constexpr, K: tl.constexpr,
+                       num_rows, s_stride, max_groups, first_tiles, alpha, limit, F: tl.constexpr, K: tl.constexpr,
                        TOP_K: tl.constexpr, INTERLEAVED: tl.constexpr, ACTIVATION: tl.constexpr, HAS_LORA: tl.constexpr,
                        HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr, EXTRA_M: tl.constexpr,
                        BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, USE_TMA: tl.constexpr,
                        WIDE: tl.constexpr, N_FASTEST: tl.constexpr, COLUMNS: tl.constexpr, DIRECT: tl.constexpr,
-                       PDL: tl.constexpr):  # fmt: skip
+                       EARLY: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """act[pos] = activation(gate, up), BLOCK_F columns of a base tile; gate and up never reach memory.
 
     WIDE: w is a descriptor of [2 e, F, K] whose blocks hold gate rows and the up rows beside them; w_apart is what w is
     without, for tiles of more than BLOCK_M rows, whose weights are on either side of a product. HAS_LORA: as EXPANDS
-    of `expert_gemm_kernel`.
+    of `expert_gemm_kernel`. EARLY: counts the programs of the first_tiles first tiles as they end.
     """
     NUM_F_BLOCKS: tl.constexpr = (F + BLOCK_F - 1) // BLOCK_F
     CACHE: tl.constexpr = ".cg" if HAS_LORA else ""
@@ -327,6 +335,8 @@ def gate_up_act_kernel(x_ptr, w, w_apart, bias_ptr, act_ptr, s_ptr, route, table
                               expert, start, count, f_block, slots_1, num_rows, s_stride, max_groups, alpha, limit, F,
                               K, INTERLEAVED, ACTIVATION, HAS_LORA, HAS_BIAS, BLOCK_M, 0, BLOCK_F, BLOCK_K, STAGES,
                               USE_TMA, WIDE, COLUMNS, DIRECT, PDL)  # fmt: skip
+        if EARLY:
+            count_tile(route, tile, first_tiles)
     elif HAS_LORA:
         wait_for_data(PDL)
 

@@ -142,13 +142,15 @@ def _shrink_columns(x_row_ptrs, s_ptr, partial_ptr, done_ptr, pos, row_mask, fir
         tl.debug_barrier()
         arrived = tl.atomic_add(done_ptr, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLITS - 1:
-            for c0 in range(first, num_columns, STEP_C):
-                c = c0 + tl.arange(0, BLOCK_C)
+            # Few columns at a time: the parts of a wide tile do not fit a thread's registers.
+            SUM_C: tl.constexpr = min(BLOCK_C, 32)
+            for c0 in range(first, num_columns, SUM_C):
+                c = c0 + tl.arange(0, SUM_C)
                 is_up = c >= lora_rank
                 r = c - tl.where(is_up, lora_rank, 0)
                 mask = row_mask[:, None] & (c < num_columns)[None, :]
                 offsets = _shrunk(is_up, pos, r, num_rows, s_stride)
-                acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+                acc = tl.zeros([BLOCK_M, SUM_C], tl.float32)
                 for i in tl.static_range(SPLITS):
                     rows = (i * NUM_PROJ * num_rows).to(tl.int64) * s_stride
                     acc += tl.load(partial_ptr + rows + offsets, mask=mask, other=0.0, cache_modifier=".cg")

@@ -23,6 +23,7 @@ from compute_worker.kernels.adapter_table import AdapterTable, KernelTable
 from compute_worker.kernels.combine import combine_kernel, expand_down_kernel
 from compute_worker.kernels.config import GemmTile, MoEConfig, choose_config
 from compute_worker.kernels.delta_columns import Columns, max_groups
+from compute_worker.kernels.first_tiles import num_first_tiles
 from compute_worker.kernels.gemm import expert_gemm_kernel, gate_up_act_kernel, shrink_kernel
 from compute_worker.kernels.layout import MoEWeights
 from compute_worker.kernels.lora import NARROW_COLUMNS
@@ -71,6 +72,20 @@ class _Step:
         return triton.cdiv(self.table.max_lora_rank, 16) * 16 if self.table else 16
 
     @property
+    def first_tiles(self) -> int:
+        """Base tiles that the down GEMM may begin on while the last gate and up tiles run; 0 where it may not."""
+        c = self.config
+        if self.table or self.direct or not (c.fused and c.base_pdl and c.gate_up.n_fastest and c.down.n_fastest):
+            return 0
+        n_blocks = triton.cdiv(self.weights.hidden_size, c.down.block_n)
+        return min(num_first_tiles(n_blocks, c.down.num_warps), self.base_tiles)
+
+    @property
+    def gate_up_blocks(self) -> int:
+        """Programs a base tile of the fused gate and up GEMM."""
+        return int(triton.cdiv(self.weights.intermediate_size, self.config.gate_up.block_n))
+
+    @property
     def launch(self) -> dict[str, bool]:
         return {"PDL": self.pdl, "launch_pdl": self.pdl}
 
@@ -86,7 +101,8 @@ class _Step:
             return max(32, min(self.config.shrink_block_k, largest))
 
         narrow = block_k(min(columns, NARROW_COLUMNS.value))
-        return {"columns": columns, "block_k": block_k(columns), "narrow_block_k": narrow, "stages": 4}
+        stages = self.config.shrink_stages
+        return {"columns": columns, "block_k": block_k(columns), "narrow_block_k": narrow, "stages": stages}
 
     @property
     def max_groups(self) -> int:
@@ -215,15 +231,15 @@ def _gate_up_fused(step: _Step, top_k: int, lists: _Lists) -> torch.Tensor:
     # From 64 rows on the columns of a product lie in each thread's registers, so that gate and up part for nothing.
     # Deltas want two accumulators from the start: parted before them, they cost more than one product saves.
     wide = tma and config.block_m >= 64 and step.table is None
-    gate_up_act_kernel[(step.base_tiles * triton.cdiv(f, tile.block_n),)](
+    gate_up_act_kernel[(step.base_tiles * step.gate_up_blocks,)](
         step.x_TD, _gate_up_weight(w.gate_up_eND, tile, tma, wide), _weight(w.gate_up_eND, tile, tma),
         _bias(w.gate_up_bias_eN, act), act, s, step.route, step.pointers, lists.gate_up, w.num_experts, step.slots_1,
-        step.num_rows, step.s_stride, step.max_groups,
+        step.num_rows, step.s_stride, step.max_groups, step.first_tiles,
         w.swiglu_alpha, w.swiglu_limit, F=f, K=d, TOP_K=top_k, INTERLEAVED=w.interleaved, ACTIVATION=int(w.activation),
         HAS_LORA=step.table is not None, HAS_BIAS=w.gate_up_bias_eN is not None, BLOCK_M=config.block_m,
         TAIL_M=config.tail_m, EXTRA_M=step.extra_m, BLOCK_F=tile.block_n, BLOCK_K=tile.block_k,
         STAGES=tile.num_stages, USE_TMA=tma, WIDE=wide, N_FASTEST=tile.n_fastest, COLUMNS=config.delta_columns,
-        DIRECT=step.direct, num_warps=tile.num_warps, **step.launch,
+        DIRECT=step.direct, EARLY=step.first_tiles > 0, num_warps=tile.num_warps, **step.launch,
     )  # fmt: skip
     return act
 
@@ -287,18 +303,19 @@ def _gemm(
     num_proj = num_proj if step.table is not None else 0
     tma = tile.tma and n % tile.block_n == 0
     shrink = step.shrink_blocks(max(num_proj, 1))
+    early = top_k == 0 and step.first_tiles > 0
     num_shrink = step.pair_tiles * num_proj * step.block_r // shrink["columns"]
     expert_gemm_kernel[(num_shrink + step.base_tiles * triton.cdiv(n, tile.block_n),)](
         x, _weight(weight_eNK, tile, tma), _bias(bias_eN, out), out, s, step.route, step.pointers,
         columns, num_shrink, step.weights.num_experts, step.slots_1, step.num_rows, step.s_stride,
-        step.max_groups, N=n, K=k, TOP_K=top_k,
+        step.max_groups, step.first_tiles, step.gate_up_blocks, N=n, K=k, TOP_K=top_k,
         SHRINK_PROJ=shrink_proj, NUM_PROJ=num_proj, EXPANDS=expands, HAS_BIAS=bias_eN is not None,
         BLOCK_M=step.config.block_m, TAIL_M=step.config.tail_m, EXTRA_M=step.extra_m, BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k, STAGES=tile.num_stages, SWAP=tile.swap, USE_TMA=tma, N_FASTEST=tile.n_fastest,
         PAIR_BLOCK_M=step.config.pair_block_m, SHRINK_BLOCK_C=shrink["columns"], SHRINK_BLOCK_K=shrink["block_k"],
         SHRINK_NARROW_K=shrink["narrow_block_k"],
         SHRINK_STAGES=shrink["stages"], BLOCK_R=step.block_r, COLUMNS=step.config.delta_columns,
-        DIRECT=step.direct, num_warps=tile.num_warps, **step.launch,
+        DIRECT=step.direct, EARLY=early, num_warps=tile.num_warps, **step.launch,
     )  # fmt: skip
 
 

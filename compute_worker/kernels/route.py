@@ -26,8 +26,8 @@ import triton.language as tl
 from compute_worker.kernels.lora import let_next_launch, wait_for_data
 
 SMALL_ROWS = 2048
-_COUNTERS = tl.constexpr(8)
-"""Counters of a bin, taken in turn by the programs that count: additions to one address wait for each other."""
+_ALL_COUNTERS = 16384
+"""Most counters that the scan holds at once."""
 
 
 class Route(NamedTuple):
@@ -44,6 +44,8 @@ class Route(NamedTuple):
     tile_expert: torch.Tensor
     tile_start: torch.Tensor
     tile_count: torch.Tensor
+    tile_done: torch.Tensor
+    """0: programs whose part of the tile is complete count themselves here (`first_tiles`)."""
     tile_row: torch.Tensor
     """[base tiles * (BLOCK_M + EXTRA_M)]: row ids by base tile: a program finds its rows by its number alone."""
     pair_bin: torch.Tensor
@@ -87,6 +89,7 @@ def _write_rows(route, row, pos, bin_id, expert_start, expert_count, tile_first,
     starts = mask & (rank_in_tile == 0)
     tl.store(route.tile_expert + tile, bin_id // slots_1, mask=starts)
     tl.store(route.tile_start + tile, pos, mask=starts)
+    tl.store(route.tile_done + tile, 0, mask=starts)
     tl.store(route.tile_count + tile, tl.where(nth == last, expert_count - nth * BLOCK_M, BLOCK_M), mask=starts)
 
 
@@ -147,23 +150,26 @@ def route_small_kernel(expert_ptr, slot_ptr, route, num_rows, num_experts, slots
 
 @triton.jit(do_not_specialize=["num_rows", "num_experts", "slots_1"])
 def count_kernel(expert_ptr, slot_ptr, bin_count_ptr, rank_ptr, num_rows, num_experts, slots_1, TOP_K: tl.constexpr,
-                 BLOCK_I: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """rank[row] = how many rows of its bin this counter had before it; bin_count [_COUNTERS, bins]."""
+                 BLOCK_I: tl.constexpr, COUNTERS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """rank[row] = how many rows of its bin this counter had before it; bin_count [COUNTERS, bins], zeros.
+
+    The programs take a bin's counters in turn: additions to one address wait for each other.
+    """
     wait_for_data(PDL)
     let_next_launch(PDL)
     row = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     in_range = row < num_rows
     _, bin_id = _row_bin(expert_ptr, slot_ptr, row, in_range, num_experts, slots_1, TOP_K)
     local = bin_id < num_experts * slots_1
-    counter = tl.program_id(0) % _COUNTERS
+    counter = tl.program_id(0) % COUNTERS
     rank = tl.atomic_add(bin_count_ptr + counter * (num_experts * slots_1) + bin_id, 1, mask=local)
     tl.store(rank_ptr + row, rank, mask=in_range)
 
 
 @triton.jit(do_not_specialize=["num_experts", "slots_1"])
 def scan_kernel(bin_count_ptr, bin_start_ptr, pair_first_ptr, tile_first_ptr, header_ptr, num_experts, slots_1,
-                BLOCK_B: tl.constexpr, ALL_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, EXTRA_M: tl.constexpr,
-                PAIR_BLOCK_M: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                COUNTERS: tl.constexpr, BLOCK_B: tl.constexpr, ALL_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+                EXTRA_M: tl.constexpr, PAIR_BLOCK_M: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One program: exclusive sums over bins of rows and pair tiles, then over experts of base tiles.
 
     In bin_count each counter becomes the sum of those before it.
@@ -175,11 +181,10 @@ def scan_kernel(bin_count_ptr, bin_start_ptr, pair_first_ptr, tile_first_ptr, he
     pairs_before = tl.zeros([1], tl.int32)
     for b0 in range(0, num_bins, BLOCK_B):
         b = b0 + tl.arange(0, BLOCK_B)
-        count = tl.zeros([BLOCK_B], tl.int32)
-        for i in tl.static_range(_COUNTERS):
-            own = tl.load(bin_count_ptr + i * num_bins + b, mask=b < num_bins, other=0)
-            tl.store(bin_count_ptr + i * num_bins + b, count, mask=b < num_bins)
-            count += own
+        own_ptrs = bin_count_ptr + tl.arange(0, COUNTERS)[:, None] * num_bins + b[None, :]
+        own = tl.load(own_ptrs, mask=(b < num_bins)[None, :], other=0)
+        tl.store(own_ptrs, tl.cumsum(own, 0) - own, mask=(b < num_bins)[None, :])
+        count = tl.sum(own, 0)
         pairs = (count + PAIR_BLOCK_M - 1) // PAIR_BLOCK_M
         tl.store(bin_start_ptr + b, rows_before + tl.cumsum(count, 0) - count, mask=b < num_bins)
         tl.store(pair_first_ptr + b, pairs_before + tl.cumsum(pairs, 0) - pairs, mask=b < num_bins)
@@ -199,8 +204,9 @@ def scan_kernel(bin_count_ptr, bin_start_ptr, pair_first_ptr, tile_first_ptr, he
 
 @triton.jit(do_not_specialize=["num_rows", "num_experts", "slots_1"])
 def place_kernel(expert_ptr, slot_ptr, bin_count_ptr, bin_start_ptr, pair_first_ptr, tile_first_ptr, rank_ptr, route,
-                 num_rows, num_experts, slots_1, TOP_K: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_M: tl.constexpr,
-                 EXTRA_M: tl.constexpr, PAIR_BLOCK_M: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                 num_rows, num_experts, slots_1, TOP_K: tl.constexpr, BLOCK_I: tl.constexpr, COUNTERS: tl.constexpr,
+                 BLOCK_M: tl.constexpr, EXTRA_M: tl.constexpr, PAIR_BLOCK_M: tl.constexpr,
+                 PDL: tl.constexpr):  # fmt: skip
     """Turn (bin, rank in bin) into positions and tile entries."""
     wait_for_data(PDL)
     let_next_launch(PDL)
@@ -209,7 +215,7 @@ def place_kernel(expert_ptr, slot_ptr, bin_count_ptr, bin_start_ptr, pair_first_
     _, bin_id = _row_bin(expert_ptr, slot_ptr, row, in_range, num_experts, slots_1, TOP_K)
     local = bin_id < num_experts * slots_1
     tl.store(route.row_pos + row, -1, mask=in_range & (bin_id >= num_experts * slots_1))
-    counter = tl.program_id(0) % _COUNTERS
+    counter = tl.program_id(0) % COUNTERS
     rank = tl.load(rank_ptr + row, mask=local, other=0)
     rank += tl.load(bin_count_ptr + counter * (num_experts * slots_1) + bin_id, mask=local, other=0)
     start = tl.load(bin_start_ptr + bin_id, mask=local, other=0)
@@ -270,7 +276,7 @@ def build_route(
     device, slots_1 = topk_expert_TK.device, num_slots + 1
     num_tiles = max_base_tiles(n, num_experts, block_m)
     num_pairs = max_pair_tiles(n, num_experts, num_slots, pair_block_m)
-    sizes = [2, n, n, n, *[num_tiles] * 3, num_tiles * (block_m + extra_m), *[num_pairs] * 4]
+    sizes = [2, n, n, n, *[num_tiles] * 4, num_tiles * (block_m + extra_m), *[num_pairs] * 4]
     # One allocation; every part starts at a multiple of 4 integers so that kernels see aligned pointers.
     padded = [triton.cdiv(size, 4) * 4 for size in sizes]
     buffer = torch.empty(sum(padded), dtype=torch.int32, device=device)
@@ -286,7 +292,8 @@ def build_route(
         )  # fmt: skip
         return route
     num_bins = num_experts * slots_1
-    bin_count = torch.zeros((_COUNTERS.value, num_bins), dtype=torch.int32, device=device)
+    counters = 1 << max(2, min(6, (_ALL_COUNTERS // num_bins).bit_length() - 1))
+    bin_count = torch.zeros((counters, num_bins), dtype=torch.int32, device=device)
     bin_start = torch.empty(num_bins + 1, dtype=torch.int32, device=device)
     pair_first = torch.empty(num_bins, dtype=torch.int32, device=device)
     tile_first = torch.empty(num_experts, dtype=torch.int32, device=device)
@@ -295,16 +302,17 @@ def build_route(
     grid = (triton.cdiv(n, block_i),)
     count_kernel[grid](
         topk_expert_TK, adapter_slot_T, bin_count, rank, n, num_experts, slots_1, TOP_K=top_k, BLOCK_I=block_i,
-        PDL=pdl, launch_pdl=pdl,
+        COUNTERS=counters, PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
     scan_kernel[(1,)](
         bin_count, bin_start, pair_first, tile_first, route.header, num_experts, slots_1,
-        BLOCK_B=min(4096, triton.next_power_of_2(num_bins)), ALL_EXPERTS=all_experts, BLOCK_M=block_m,
-        EXTRA_M=extra_m, PAIR_BLOCK_M=pair_block_m, PDL=pdl, launch_pdl=pdl, num_warps=8,
+        COUNTERS=counters, BLOCK_B=min(_ALL_COUNTERS // counters, triton.next_power_of_2(num_bins)),
+        ALL_EXPERTS=all_experts, BLOCK_M=block_m, EXTRA_M=extra_m, PAIR_BLOCK_M=pair_block_m, PDL=pdl, launch_pdl=pdl,
+        num_warps=8,
     )  # fmt: skip
     place_kernel[grid](
         topk_expert_TK, adapter_slot_T, bin_count, bin_start, pair_first, tile_first, rank, route, n, num_experts,
-        slots_1, TOP_K=top_k, BLOCK_I=block_i, BLOCK_M=block_m, EXTRA_M=extra_m, PAIR_BLOCK_M=pair_block_m,
-        PDL=pdl, launch_pdl=pdl,
+        slots_1, TOP_K=top_k, BLOCK_I=block_i, COUNTERS=counters, BLOCK_M=block_m, EXTRA_M=extra_m,
+        PAIR_BLOCK_M=pair_block_m, PDL=pdl, launch_pdl=pdl,
     )  # fmt: skip
     return route

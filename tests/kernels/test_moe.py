@@ -40,7 +40,16 @@ CONFIGS = {
         SPLIT, block_m=32, tail_m=16, fused=True, expand_down="epilogue", down=_WIDE_TILE, shrink_block_k=64
     ),
     "fused_32_columns": dataclasses.replace(
-        SPLIT, block_m=32, tail_m=16, fused=True, expand_down="epilogue", down=_WIDE_TILE, delta_columns=32, pdl=True
+        SPLIT,
+        block_m=32,
+        tail_m=16,
+        fused=True,
+        expand_down="epilogue",
+        delta_columns=32,
+        pdl=True,
+        base_pdl=True,
+        gate_up=dataclasses.replace(_TILE, n_fastest=True),
+        down=dataclasses.replace(_WIDE_TILE, n_fastest=True),
     ),
     "split_pdl": dataclasses.replace(SPLIT, pdl=True),
 }
@@ -171,6 +180,35 @@ def test_bits_of_a_row_do_not_depend_on_its_place(name):
         part = slice(first, first + count)
         alone = moe(x[part], expert[part], weight[part], slot[part], weights, None, config=config)
         assert torch.equal(alone, whole[part]), (first, count)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs programs that run side by side")
+@pytest.mark.parametrize("top_k", [1, 8])
+@pytest.mark.parametrize("bucket", ["256", "1024", "4096"])
+def test_down_tiles_that_begin_early_find_their_rows_complete(bucket, top_k):
+    """A down GEMM of several rounds of programs, replayed with new rows each time, as one that begins after gate/up."""
+    config = _shipped_tiles()[f"e128of128 {bucket}"]
+    assert config.base_pdl
+    shape = Shape(num_experts=16, top_k=top_k, hidden_size=2048, intermediate_size=768)
+    weights = make_weights(shape)
+    x, expert, weight, slot = make_batch(shape, 4096, [-1])
+
+    def run(config):
+        return moe(x, expert, weight, slot, weights, None, config=config)
+
+    run(config)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [run(config) for _ in range(3)]
+    g = torch.Generator(DEVICE).manual_seed(1)
+    for _ in range(20):
+        x.normal_(generator=g)
+        expert.copy_(torch.rand(len(x), 16, device=DEVICE, generator=g).topk(top_k, dim=1).indices)
+        after = run(dataclasses.replace(config, base_pdl=False))
+        graph.replay()
+        assert all(torch.equal(out, after) for out in outs)
 
 
 @pytest.mark.parametrize("name", ["split", "split_pdl", "fused", "fused_32_columns"])

@@ -39,6 +39,7 @@ def _check(expert_TK, slot_T, num_experts, num_slots, block_m, pair_block_m, ext
         return tiles
 
     num_tiles, num_pairs = route.header.tolist()
+    assert route.tile_done[:num_tiles].count_nonzero() == 0
     base = zip(route.tile_expert.tolist(), route.tile_start.tolist(), route.tile_count.tolist(), strict=True)
     assert list(base)[:num_tiles] == cut([b // (num_slots + 1) for b in bins], block_m, extra_m)
     for tile, (_, start, count) in enumerate(cut([b // (num_slots + 1) for b in bins], block_m, extra_m)):
