@@ -79,10 +79,9 @@ def neighbours(best: MoEConfig, field: str) -> Iterator[MoEConfig]:
     else:
         by_field: dict[str, list[Any]] = {
             "block_d": [32, 64, 128, 256], "combine_warps": [2, 4, 8], "block_f": [32, 64, 128],
-            "act_warps": [1, 2, 4], "span": [1, 2, 3, 6], "shrink_block_k": [64, 128, 256],
+            "act_warps": [1, 2, 4], "span": [1, 2, 4, 8], "shrink_block_k": [64, 128, 256], "shrink_stages": [3, 4],
             "pair_block_m": [16, 32, 64], "pdl": [True, False], "base_pdl": [True, False], "delta_columns": [32, 64],
-            "extra_m": [0, 16, 32],
-            "lora_extra_m": [0, 16, 32],
+            "extra_m": [0, 16, 32], "lora_extra_m": [0, 16, 32],
         }  # fmt: skip
         values = by_field[field]
     for value in values:
@@ -94,10 +93,20 @@ def fields_of(config: MoEConfig) -> list[str]:
     """Fields worth varying, the costliest first. Decode tiles differ by about 1 %: their search is the last."""
     if config.fused:
         rows = ["extra_m", "lora_extra_m", "pair_block_m"]
-        return ["delta_columns", "pdl", "base_pdl", "gate_up", "down", "order", *rows, "shrink_block_k"]
+        return [
+            "delta_columns",
+            "pdl",
+            "base_pdl",
+            "gate_up",
+            "down",
+            "order",
+            *rows,
+            "shrink_block_k",
+            "shrink_stages",
+        ]
     if config.block_m >= 64:
-        return ["gate_up", "down", "span", "order", "shrink_block_k", "pair_block_m"]
-    fields = ["span", "pdl", "act_warps", "shrink_block_k"]
+        return ["gate_up", "down", "span", "block_f", "order", "shrink_block_k", "pair_block_m"]
+    fields = ["span", "block_f", "pdl", "act_warps", "shrink_block_k"]
     combines = ["combine_warps", "block_d"] if config.expand_down == "combine" else []
     return [*fields, *combines, "gate_up", "down"]
 

@@ -46,21 +46,24 @@ def _variants(shape: Shape, tokens: int, device_name: str) -> dict[str, MoEConfi
     first = choose_config(shape_weights(shape), num_tokens=tokens, top_k=shape.top_k, device_name=device_name)
     out = {_SHIPPED: first, "no pdl" if first.pdl else "pdl": replace(first, pdl=not first.pdl)}
     if not first.fused:
-        for span in {1, 2, 3} - {first.span}:
-            out[f"span {span}"] = replace(first, span=span)
+        for columns, span in ((64, 1), (64, 2), (64, 4), (64, 8), (128, 2), (128, 4)):
+            out[f"{columns} columns, span {span}"] = replace(first, block_f=columns, span=span)
         other = "combine" if first.expand_down == "grouped" else "grouped"
         out[other] = replace(first, expand_down=other)
-        for columns in (first.block_d // 2, 2 * first.block_d, 4 * first.block_d):
-            if first.expand_down == "combine":
+        if first.expand_down == "combine":
+            for columns in (first.block_d // 2, 2 * first.block_d):
                 out[f"combine {columns}"] = replace(first, block_d=columns)
-                out[f"combine {columns}, 8 warps"] = replace(first, block_d=columns, combine_warps=8)
         return out
-    out["base pdl"] = replace(first, base_pdl=not first.base_pdl)
+    out["no base pdl" if first.base_pdl else "base pdl"] = replace(first, base_pdl=not first.base_pdl)
     out[f"{96 - first.delta_columns} columns"] = replace(first, delta_columns=96 - first.delta_columns)
+    for block_k, stages in ((64, 3), (64, 4), (128, 3), (128, 4)):
+        out[f"shrinks {block_k} x {stages}"] = replace(first, shrink_block_k=block_k, shrink_stages=stages)
+    if first.shrink_splits > 1:
+        for gate_up, down in ((2, 4), (2, 8), (4, 4), (4, 8)):
+            out[f"splits {gate_up}, {down}"] = replace(first, shrink_splits=gate_up, down_shrink_splits=down)
     if first.block_m >= 64:
         for extra in {0, 16, 32} - {first.extra_m}:
             out[f"extra {extra}"] = replace(first, extra_m=extra)
-            out[f"extra {extra}, LoRA too"] = replace(first, extra_m=extra, lora_extra_m=extra)
     for rows in {16, 32, 64} - {first.pair_block_m}:
         if tokens >= 4096:
             out[f"pairs of {rows}"] = replace(first, pair_block_m=rows)
@@ -69,7 +72,10 @@ def _variants(shape: Shape, tokens: int, device_name: str) -> dict[str, MoEConfi
 
 def _base_of(config: MoEConfig) -> MoEConfig:
     """The same for all settings that launch the same without adapters."""
-    return replace(config, pdl=False, delta_columns=64, pair_block_m=16, lora_extra_m=0) if config.fused else config
+    if not config.fused:
+        return config
+    return replace(config, pdl=False, delta_columns=64, pair_block_m=16, lora_extra_m=0, shrink_block_k=64,
+                   shrink_stages=4, shrink_splits=1, down_shrink_splits=1)  # fmt: skip
 
 
 def cells_of(tokens: int) -> Iterator[tuple[int, tuple[int, ...]]]:
