@@ -4,7 +4,7 @@
     python scripts/readme_tables.py --check    # exit 1 if README.md has other tables
 
 `settings`: from epilora/settings.py, each field with its default and the string under it. `measurements`: from the
-files of benchmarks/gpu_service.py in benchmarks/results/.
+files of benchmarks/gpu_service.py in benchmarks/results/. `kernels`: from kernels.json there and the reference's file.
 """
 
 from __future__ import annotations
@@ -67,7 +67,38 @@ def measurements() -> Iterator[str]:
         yield f"| `{name}` | " + " | ".join(shown) + " |"
 
 
-TABLES = {"settings": settings, "measurements": measurements}
+def kernels() -> Iterator[str]:
+    """One expert layer of three models: without adapters, and with 8 of rank 16 and of rank 64."""
+    ours, theirs = (
+        json.loads((ROOT / "benchmarks" / path).read_text())
+        for path in ("results/kernels.json", "reference/h200_vllm_0_24.json")
+    )
+    models = {"a": "Qwen3-30B-A3B", "b": "DeepSeek-V3, 1 of 8 ranks", "c": "Mixtral 8x7B"}
+    yield "| layer | tokens | base | 8 adapters, rank 16 | 8 adapters, rank 64 |"
+    yield "| --- | --: | --: | --: | --: |"
+
+    def shown(us: float, floor_us: float, **wanted: object) -> str:
+        found = (c["us"] for c in theirs["cells"] if all(c.get(key) == value for key, value in wanted.items()))
+        reference_us = next(found, None)
+        faster = "" if reference_us is None else f", {reference_us / us:.2f} x"
+        return f"{us:.0f} us, {us / floor_us:.2f}{faster}"
+
+    for shape, model in models.items():
+        for tokens in (1, 64, 256, 1024, 4096, 16384):
+            where = {"shape": shape, "tokens": tokens}
+            cells = {
+                c["lora_rank"]: c
+                for c in ours["cells"]
+                if c["adapters"] == 8 and not c["half"] and all(c[key] == value for key, value in where.items())
+            }
+            row = [shown(cells[16]["base_us"], cells[16]["floor_base_us"], kind="base", **where)]
+            for rank in (16, 64):
+                c = cells[rank]
+                row.append(shown(c["lora_us"], c["floor_lora_us"], kind="lora", adapters=8, lora_rank=rank, **where))
+            yield f"| {model} | {tokens} | " + " | ".join(row) + " |"
+
+
+TABLES = {"settings": settings, "measurements": measurements, "kernels": kernels}
 
 
 def with_fresh_tables(readme: str) -> str:
