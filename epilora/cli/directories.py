@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 from epilora.errors import FailedPreconditionError, InvalidArgumentError
@@ -41,7 +42,7 @@ class Directories:
         """Fills in what was not named; after a crash the next start takes the same directories.
 
         Raises:
-            InvalidArgumentError: reason RUN_DIR_TOO_LONG; Unix sockets in it could not be bound.
+            InvalidArgumentError: reason RUN_DIR_TOO_LONG, Unix sockets in it could not be bound; or SAME_DIRECTORY.
         """
         state = state.resolve()
         name = f"epilora-{os.getuid()}-{hashlib.blake2b(str(state).encode(), digest_size=4).hexdigest()}"
@@ -53,32 +54,47 @@ class Directories:
                 f"{run_dir} is too long for Unix sockets ({MAX_SOCKET_PATH_BYTES} bytes); give a shorter --run-dir",
                 reason="RUN_DIR_TOO_LONG",
             )
+        for one, another in combinations(
+            {"--state-dir": state, "--run-dir": run_dir, "--cache-dir": cache_dir}.items(), 2
+        ):
+            if one[1] == another[1]:
+                raise InvalidArgumentError(
+                    f"{one[0]} and {another[0]} are both {one[1]}; give each its own", reason="SAME_DIRECTORY"
+                )
         temporary = [path for named, path in ((run, run_dir), (cache, cache_dir)) if named is None]
         return cls(state=state, run=run_dir, cache=cache_dir, temporary=tuple(temporary))
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Holds the state and the run directory, and removes the temporary ones at the end, however that comes.
+        """Holds all three, and removes the temporary ones at the end, however that comes.
 
         Raises:
-            FailedPreconditionError: reason STATE_DIR_IN_USE or RUN_DIR_IN_USE; nothing of the other's was touched.
+            FailedPreconditionError: reason STATE_DIR_IN_USE, RUN_DIR_IN_USE or CACHE_DIR_IN_USE; nothing of the other's
+                was touched.
             InvalidArgumentError: reason BAD_DIRECTORY; one cannot be made or written.
         """
         with ExitStack() as stack:
             stack.enter_context(_locked(self.state, "--state-dir", "STATE_DIR_IN_USE"))
             stack.enter_context(_locked(self.run, "--run-dir", "RUN_DIR_IN_USE"))
-            # Only with both locks: what is removed is nobody else's. Shared memory above all would never be freed.
-            stack.callback(self._remove_what_was_made)
+            # Each only with its lock: what is removed is nobody else's. Shared memory above all would never be freed.
+            stack.callback(self._remove_run)
             with writing("--cache-dir", self.cache):
                 self.cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+            stack.enter_context(_locked(self.cache, "--cache-dir", "CACHE_DIR_IN_USE"))
+            stack.callback(self._remove_cache)
+            with writing("--cache-dir", self.cache):
                 try_to_write(self.cache)
             yield
 
-    def _remove_what_was_made(self) -> None:
-        for directory in self.temporary:
-            shutil.rmtree(directory, ignore_errors=True)
-        if self.run not in self.temporary:
+    def _remove_run(self) -> None:
+        if self.run in self.temporary:
+            shutil.rmtree(self.run, ignore_errors=True)
+        else:
             _clean_run(self.run)
+
+    def _remove_cache(self) -> None:
+        if self.cache in self.temporary:
+            shutil.rmtree(self.cache, ignore_errors=True)
 
 
 def _clean_run(directory: Path) -> None:

@@ -68,13 +68,19 @@ def check_ownership(tmp_path: Path) -> None:
     first = Directories.choose(state=tmp_path / "state", run=None, cache=None)
     shares_run = Directories.choose(state=tmp_path / "other", run=first.run, cache=None)
     assert shares_run.temporary == (shares_run.cache,)
+    shares_cache = Directories.choose(state=tmp_path / "third", run=None, cache=first.cache)
     with first.owned():
         (first.run / "loader.sock").touch()
-        for second, reason in ((first, "STATE_DIR_IN_USE"), (shares_run, "RUN_DIR_IN_USE")):
+        for second, reason in (
+            (first, "STATE_DIR_IN_USE"),
+            (shares_run, "RUN_DIR_IN_USE"),
+            (shares_cache, "CACHE_DIR_IN_USE"),
+        ):
             with pytest.raises(FailedPreconditionError) as refused, second.owned():
                 pass
             assert refused.value.reason == reason
         assert (first.run / "loader.sock").exists()
+        assert first.cache.exists()
     assert not first.run.exists()
     with pytest.raises(ZeroDivisionError), first.owned():
         _ = first.run.stat().st_size // 0
@@ -82,6 +88,34 @@ def check_ownership(tmp_path: Path) -> None:
     with shares_run.owned():
         pass
     assert first.run.exists(), "it was named, so it stays"
+
+
+@pytest.mark.parametrize(
+    "names, options",
+    [
+        ("aab", "--state-dir and --run-dir"),
+        ("aba", "--state-dir and --cache-dir"),
+        ("abb", "--run-dir and --cache-dir"),
+    ],
+)
+def test_no_directory_serves_for_two(names: str, options: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="run-") as short:
+        state, run, cache = (Path(short) / name for name in names)
+        with pytest.raises(InvalidArgumentError, match=f"{options} are both .*; give each its own"):
+            Directories.choose(state=state, run=run, cache=cache)
+
+
+def test_a_start_that_is_refused_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="run-") as short:
+        monkeypatch.setattr("tempfile.tempdir", short)
+        first, second = (
+            Directories.choose(state=tmp_path / name, run=None, cache=tmp_path / "cache") for name in ("one", "two")
+        )
+        with first.owned():
+            with pytest.raises(FailedPreconditionError), second.owned():
+                pass
+            assert not second.run.exists()
+            assert first.run.exists()
 
 
 def test_a_named_run_directory_keeps_what_is_not_ours(tmp_path: Path) -> None:
