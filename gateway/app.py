@@ -83,7 +83,7 @@ class Gateway:
             lifecycle=self._lifecycle,
             gate=gate,
         )
-        restorer = Restorer(
+        self._restorer = Restorer(
             group=self.group,
             registry=self._registry,
             table=self._table,
@@ -95,7 +95,7 @@ class Gateway:
             in_flight=self._in_flight,
             lifecycle=self._lifecycle,
             rebalancer=self._rebalancer,
-            restorer=restorer,
+            restorer=self._restorer,
             publish=self._publish,
         )
         router = Router(self.group, self._in_flight)
@@ -153,6 +153,7 @@ class Gateway:
             OSError: an address cannot be bound.
             FailedPreconditionError: the model's tokenizer is broken.
         """
+        self._restorer.announce()
         self._server = await start_server(
             self._settings.listen,
             register=self._register,

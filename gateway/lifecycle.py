@@ -304,7 +304,12 @@ class Lifecycle:
             freed = generation.resident_bytes
             failure = await self.removal.remove(generation)
         elif registered is not None:
-            await self.removal.release(registered.lease_id)
+            # It waits to be restored. Ranks that outlived the gateway which loaded it may hold it.
+            held = Generation(
+                name=entry.name, source=registered.source, allow_partial=registered.allow_partial,
+                number=registered.generation, lease_id=registered.lease_id, may_be_staged=True, may_be_active=True,
+            )  # fmt: skip
+            failure = await self.removal.remove(held)
         self._table.forget(entry)
         if failure is not None:
             raise InternalError(

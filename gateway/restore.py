@@ -39,6 +39,12 @@ class Restorer:
         self._table = table
         self._lifecycle = lifecycle
 
+    def announce(self) -> None:
+        """Shows what the registry names as LOADING, from before any rank has answered: it is going to be restored."""
+        for registered in self._registry.entries():
+            with self._table.claim(registered.name, "restore") as entry:
+                self._table.begin(entry, from_registry(registered))
+
     async def restore(self, incarnation: str) -> None:
         """Makes every adapter of the registry serve, or FAILED where its files are at fault.
 
@@ -76,7 +82,7 @@ class Restorer:
             with self._table.claim(registered.name, "restore") as entry:
                 if self._registry.get(registered.name) != registered:
                     return
-                generation = _from_registry(registered)
+                generation = from_registry(registered)
                 entry.current = None
                 self._table.begin(entry, generation)
                 if _adopt(generation, residents):
@@ -100,7 +106,8 @@ class Restorer:
             log.info("not restored, since it is being unloaded", adapter=registered.name)
 
 
-def _from_registry(entry: RegistryEntry) -> Generation:
+def from_registry(entry: RegistryEntry) -> Generation:
+    """The generation that an entry names, before anything is known of where it is."""
     return Generation(
         name=entry.name,
         source=entry.source,

@@ -17,7 +17,7 @@ from epilora.rpc import make_channel
 from epilora.v1 import adapter_service_pb2, cluster_service_pb2, types_pb2
 from gateway.app import Gateway
 from gateway.servicers import SERVICE_NAMES
-from tests.gateway.conftest import Client, Cluster, crash, refused
+from tests.gateway.conftest import NUM_RANKS, Client, Cluster, crash, refused
 
 
 async def test_lost_rank_ends_calls_and_adapters_come_back(cluster: Cluster) -> None:
@@ -194,6 +194,35 @@ async def test_killed_gateway_leaves_nothing_of_the_load_it_was_doing(cluster: C
     await client.channel.close()
     cluster.gateway = Gateway(cluster.settings)
     await cluster.gateway.start()
+
+
+async def test_adapters_are_loading_until_a_new_gateway_has_restored_them(cluster: Cluster) -> None:
+    """Nothing says that they are not there; one that is unloaded meanwhile is gone from the ranks, too."""
+    loaded = [await cluster.client.load(name) for name in ("a", "b")]
+    gates = [cluster.script.hold("GetWorkerInfo", ep_rank) for ep_rank in range(NUM_RANKS)]
+    await cluster.restart_gateway()
+    client = cluster.client
+    assert await client.names() == ["a", "b"]
+    waiting = await client.get("a")
+    assert (waiting.state, waiting.generation) == (types_pb2.ADAPTER_STATE_LOADING, loaded[0].generation)
+    watch = client.adapters.WatchAdapter(adapter_service_pb2.WatchAdapterRequest(name="a"), timeout=10)
+    assert (await watch.read()).adapter.state == types_pb2.ADAPTER_STATE_LOADING
+    assert (await refused(client.generate("a"))).reason == "GROUP_NOT_READY"
+    assert (await refused(client.load("a"))).reason == "GROUP_NOT_READY"
+    await client.unload("b")
+    assert await client.names() == ["a"]
+    assert (await refused(client.get("b"))).reason == "ADAPTER_NOT_FOUND"
+    assert [list(held) for held in cluster.ranks.generations()] == [[loaded[0].generation]] * NUM_RANKS
+
+    for gate in gates:
+        gate.set()
+    while (response := await watch.read()).adapter.state != types_pb2.ADAPTER_STATE_SERVING:
+        assert response.adapter.state == types_pb2.ADAPTER_STATE_LOADING
+    watch.cancel()
+    await client.serving()
+    assert await client.tokens("a") == [106, 107, 108, 109]
+    assert await client.names() == ["a"]
+    assert len(cluster.loader.leases) == 1
 
 
 async def test_registry_is_owned_once_and_never_silently_empty(cluster: Cluster) -> None:
