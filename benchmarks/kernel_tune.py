@@ -66,7 +66,7 @@ def _tile_values(best: MoEConfig, field: str) -> list[GemmTile]:
 
 
 def neighbours(best: MoEConfig, field: str) -> Iterator[MoEConfig]:
-    """Variants of one field of the best configuration so far."""
+    """Variants of one field of the best configuration so far, without those that go with no other field's value."""
     if field in ("gate_up", "down"):
         values: list[Any] = [
             dataclasses.replace(v, n_fastest=getattr(best, field).n_fastest) for v in _tile_values(best, field)
@@ -85,8 +85,13 @@ def neighbours(best: MoEConfig, field: str) -> Iterator[MoEConfig]:
         }  # fmt: skip
         values = by_field[field]
     for value in values:
-        if getattr(best, field) != value:
-            yield dataclasses.replace(best, **{field: value})
+        if getattr(best, field) == value:
+            continue
+        try:
+            config = dataclasses.replace(best, **{field: value})
+        except ValueError:  # as extra_m beside a swapped tile, or one of more rows than the tile has
+            continue
+        yield config
 
 
 def fields_of(config: MoEConfig) -> list[str]:

@@ -71,6 +71,19 @@ def test_the_tuner_tries_each_way_of_adding_deltas():
     assert {"delta_columns", "pdl"} <= set(fields_of(fine))
 
 
+def test_the_tuner_passes_over_what_a_configuration_refuses():
+    """Small tiles of the fused path: the one it found best may be swapped or have fewer rows than extra_m."""
+    fused = config.rule(_weights(), num_tokens=256, top_k=8)
+    assert fused.fused
+    assert fused.block_m == 32
+    swapped = dataclasses.replace(fused, down=dataclasses.replace(fused.down, swap=True))
+    small = dataclasses.replace(fused, block_m=16)
+    for field in ("extra_m", "lora_extra_m"):
+        assert [getattr(c, field) for c in neighbours(fused, field)] == [16, 32]
+        assert [getattr(c, field) for c in neighbours(small, field)] == [16]
+        assert list(neighbours(swapped, field)) == []
+
+
 def test_more_rows_in_a_tile_than_there_is_a_body_for_are_refused():
     fine = config.rule(_weights(), num_tokens=4096, top_k=8)
     with pytest.raises(ValueError, match="lora_extra_m must be 0, 16 or 32 and at most block_m 128, got 64"):
