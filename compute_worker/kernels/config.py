@@ -94,6 +94,10 @@ class MoEConfig:
                 raise ValueError(f"{name} must be 0, 16 or 32 and at most block_m {self.block_m}, got {rows}")
             if rows and (self.gate_up.swap or self.down.swap):
                 raise ValueError(f"{name} does not go with a tile that has the weights on the M side (swap)")
+        if self.expand_down not in ("combine", "grouped", "epilogue"):
+            raise ValueError(f"expand_down must be combine, grouped or epilogue, got {self.expand_down!r}")
+        if self.expand_down == "epilogue" and not self.fused:
+            raise ValueError("expand_down 'epilogue' needs the fused path, whose shrinks list the columns that it adds")
         if self.delta_columns not in (32, 64):
             raise ValueError(f"delta_columns must be 32 or 64, got {self.delta_columns}")
 

@@ -65,6 +65,15 @@ def test_a_step_of_columns_that_no_kernel_has_is_refused():
         dataclasses.replace(fine, delta_columns=48)
 
 
+def test_a_way_of_adding_down_deltas_that_no_kernel_has_is_refused():
+    """An unknown one would add none; the epilogue of the split path has no list of columns to go by."""
+    split = config.rule(_weights(), num_tokens=8, top_k=8)
+    with pytest.raises(ValueError, match="expand_down must be combine, grouped or epilogue, got 'combined'"):
+        dataclasses.replace(split, expand_down="combined")
+    with pytest.raises(ValueError, match="needs the fused path"):
+        dataclasses.replace(split, expand_down="epilogue")
+
+
 def test_the_tuner_tries_each_way_of_adding_deltas():
     fine = config.rule(_weights(), num_tokens=4096, top_k=8)
     assert {c.delta_columns for c in neighbours(fine, "delta_columns")} == {32, 64} - {fine.delta_columns}
