@@ -11,9 +11,9 @@ holds up to EXTRA_M more than BLOCK_M: those meet the same block of weights, as 
 Base results do not depend on adapters: the K order of every sum is that of BLOCK_K in all bodies, and the shrink
 results of other rows are masked to zero before they meet an adapter's B.
 
-Launch order under programmatic dependent launch: a kernel lets the next one launch only after its own wait, so that all
-before it have ended; a GEMM that adds deltas in its epilogue begins beside the shrinks and waits for them there, and
-without adapters the down GEMM begins on tiles whose rows are complete (`first_tiles`).
+Launch order under programmatic dependent launch: a GEMM that adds deltas in its epilogue begins beside the shrinks, and
+waits for them there (they let it launch only after their own wait, so that all before them have ended); without
+adapters the down GEMM begins on tiles whose rows are complete (`first_tiles`).
 """
 
 from __future__ import annotations

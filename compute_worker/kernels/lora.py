@@ -45,7 +45,8 @@ def let_next_launch_and_see(PDL: tl.constexpr):
 
 @triton.jit
 def wait_for_data(PDL: tl.constexpr):
-    """Under programmatic dependent launch: wait until the kernel before has ended. Every program of a kernel must.
+    """Under programmatic dependent launch: wait until the kernel before has ended. Every program must, but for
+    those that wait for all that they read in another way (`first_tiles`).
 
     Where that kernel let this one launch only after its own wait, all kernels before it have ended without a wait. What
     they wrote is then read past the first-level cache (".cg"), which may hold what stood there in an earlier step.
