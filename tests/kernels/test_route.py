@@ -61,6 +61,16 @@ def test_route_matches_a_stable_sort(monkeypatch, small_rows, tokens, experts, s
     _check(expert, slot, experts, slots, block_m=16, pair_block_m=16, extra_m=extra_m)
 
 
+def test_more_bins_than_the_scan_holds_at_once(monkeypatch):
+    """5 experts and 3 slots, 20 bins, two at a time, whose rows 4 counters count."""
+    monkeypatch.setattr(route_module, "SMALL_ROWS", 0)
+    monkeypatch.setattr(route_module, "_ALL_COUNTERS", 8)
+    g = torch.Generator().manual_seed(7)
+    expert = torch.randint(-1, 5, (400, 3), generator=g).to(torch.int32).to(DEVICE)
+    slot = torch.randint(-1, 3, (400,), generator=g).to(torch.int32).to(DEVICE)
+    _check(expert, slot, 5, 3, block_m=16, pair_block_m=16, extra_m=0)
+
+
 @pytest.mark.parametrize("small_rows", [2048, 0], ids=["one_launch", "counting"])
 def test_example_of_the_module(monkeypatch, small_rows):
     monkeypatch.setattr(route_module, "SMALL_ROWS", small_rows)
