@@ -12,6 +12,8 @@ import asyncio
 import re
 import time
 from collections.abc import Coroutine
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import structlog
@@ -67,6 +69,15 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A load under way."""
+
+    generation: Generation
+    cut: asyncio.Future[None]
+    """Done when the gateway itself ends it: its caller need not wait until it has undone what it did."""
+
+
 class Lifecycle:
     """Every change of an adapter goes through here."""
 
@@ -89,7 +100,7 @@ class Lifecycle:
         self.removal = Removal(loader=loader, residency=residency, registry=registry)
         self._registry = registry
         self._table = table
-        self._loads: dict[asyncio.Task[None], Generation] = {}
+        self._loads: dict[asyncio.Task[None], _Load] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._stopping = False
 
@@ -118,25 +129,34 @@ class Lifecycle:
             raise stopping_error()
         if incarnation is None:
             raise self._group.not_ready()
-        with self._table.claim(name, "load") as entry:
-            generation = Generation(
-                name=name,
-                source=source,
-                allow_partial=allow_partial,
-                layout_hints=layout_hints or types_pb2.LayoutHints(),
-            )
+        generation = Generation(
+            name=name,
+            source=source,
+            allow_partial=allow_partial,
+            layout_hints=layout_hints or types_pb2.LayoutHints(),
+        )
+        with ExitStack() as stack:
+            entry = stack.enter_context(self._table.claim(name, "load"))
             task = asyncio.create_task(self._load(entry, generation, incarnation))
-            self._loads[task] = generation
-            task.add_done_callback(self._loads.pop)
-            try:
-                await asyncio.shield(task)
-            except asyncio.CancelledError:
-                if task.cancelled():
-                    raise self._cancelled(generation) from None
-                task.cancel()
-                await to_the_end(_ended(task))
-                raise
-            return generation.to_proto()
+            # The name is claimed until the load has undone what it did, which may take longer than its caller waits.
+            claim = stack.pop_all()
+        cut = asyncio.get_running_loop().create_future()
+        self._loads[task] = _Load(generation, cut)
+        task.add_done_callback(lambda _: claim.close())
+        task.add_done_callback(self._loads.pop)
+        try:
+            await asyncio.wait({task, cut}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            await to_the_end(_ended(task))
+            raise
+        if not task.done():
+            task.add_done_callback(_take_outcome)
+            raise self._cancelled(generation)
+        if task.cancelled():
+            raise self._cancelled(generation)
+        task.result()
+        return generation.to_proto()
 
     async def _load(self, entry: Entry, generation: Generation, incarnation: str) -> None:
         try:
@@ -327,9 +347,11 @@ class Lifecycle:
 
     def cancel_loads(self, error: EpiloraError) -> list[asyncio.Task[None]]:
         """Ends the loads under way, which undo themselves and fail with `error`."""
-        for task, generation in self._loads.items():
-            generation.cut_short = error
+        for task, load in self._loads.items():
+            load.generation.cut_short = error
             task.cancel()
+            if not load.cut.done():
+                load.cut.set_result(None)
         return list(self._loads)
 
     async def loads_ended(self) -> None:
@@ -349,6 +371,11 @@ class Lifecycle:
 
 async def _ended(task: asyncio.Task[None]) -> None:
     await asyncio.wait([task])
+    _take_outcome(task)
+
+
+def _take_outcome(task: asyncio.Task[None]) -> None:
+    """Nobody else is going to ask for it."""
     if not task.cancelled():
         task.exception()
 

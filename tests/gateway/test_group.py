@@ -87,6 +87,23 @@ async def test_load_that_the_group_s_loss_cuts_short(cluster: Cluster) -> None:
     assert (await cluster.client.load("a")).state == types_pb2.ADAPTER_STATE_SERVING
 
 
+async def test_load_ends_with_its_group_although_a_rank_says_nothing(cluster: Cluster) -> None:
+    """The caller hears of it as soon as it is known; what has arrived on a rank that comes back is gone by then."""
+    gates = [cluster.script.hold(method, 1) for method in ("StageAdapter", "GetWorkerInfo")]
+    loading = asyncio.ensure_future(refused(cluster.client.load("a")))
+    await cluster.script.called("StageAdapter", 2)
+    started = time.monotonic()
+    error = await loading
+    assert (error.code, error.reason) == (grpc.StatusCode.UNAVAILABLE, "RANK_LOST")
+    assert time.monotonic() - started < cluster.settings.control_timeout_seconds
+    for gate in gates:
+        gate.set()
+    await cluster.client.serving()
+    assert cluster.ranks.generations() == [{}, {}]
+    assert not cluster.loader.leases
+    assert (await cluster.client.load("a")).state == types_pb2.ADAPTER_STATE_SERVING
+
+
 async def test_unload_while_the_group_is_lost(cluster: Cluster) -> None:
     await cluster.client.load("a")
     await cluster.client.load("b")
