@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,11 +11,13 @@ import grpc
 import typer
 from google.protobuf import duration_pb2
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column
+from rich.text import Text
 
 from epilora.adapters.layout_hints import LayoutHints
 from epilora.cli.client import DEFAULT_ADDRESS, Address, Timeout, connected
 from epilora.cli.output import console, error_console, format_bytes, plain
+from epilora.cli.tables import Cell, print_records, print_table
 from epilora.v1 import adapter_service_pb2, adapter_service_pb2_grpc, types_pb2
 
 app = typer.Typer(help="Loads, unloads and shows adapters.", no_args_is_help=True)
@@ -52,6 +54,8 @@ def load(
     )
     with connected(address) as channel:
         stub = adapter_service_pb2_grpc.AdapterServiceStub(channel)
+        # A name may take several lines, which a bar has not.
+        error_console.print(plain(f"loading {name}"))
         with _progress() as progress:
             call = stub.LoadAdapter.future(request, timeout=timeout)
             watching = threading.Thread(target=_follow, args=(stub, name, call, progress), daemon=True)
@@ -67,20 +71,25 @@ def _absolute(source: str) -> str:
 
 
 def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(table_column=Column(no_wrap=True)),
+        TimeElapsedColumn(table_column=Column(no_wrap=True)),
+    )
     return Progress(*columns, console=error_console, transient=False)
 
 
 def _follow(stub: adapter_service_pb2_grpc.AdapterServiceStub, name: str, call: Any, progress: Progress) -> None:
     """Shows what WatchAdapter tells until the load has ended."""
-    bar = progress.add_task(f"loading {name}", total=None)
+    bar = progress.add_task("loading", total=None)
     for observation in _observations(stub, name, call):
         adapter = observation.adapter
         if adapter.state not in LOADING_STATES and call.done():
             break
         total = observation.bytes_total or None
         state = types_pb2.AdapterState.Name(adapter.state).removeprefix("ADAPTER_STATE_").lower()
-        progress.update(bar, completed=observation.bytes_done, total=total, description=f"{state} {name}")
+        progress.update(bar, completed=observation.bytes_done, total=total, description=state)
         if adapter.state not in LOADING_STATES and adapter.generation:
             break
 
@@ -125,8 +134,10 @@ def unload(
         response = adapter_service_pb2_grpc.AdapterServiceStub(channel).UnloadAdapter(request, timeout=timeout)
     cancelled = response.num_requests_cancelled
     console.print(
-        f"unloaded {name}: {format_bytes(response.freed_bytes)} freed"
-        + (f", {cancelled} requests cancelled" if cancelled else "")
+        plain(
+            f"unloaded {name}: {format_bytes(response.freed_bytes)} freed"
+            + (f", {cancelled} requests cancelled" if cancelled else "")
+        )
     )
 
 
@@ -143,15 +154,14 @@ def list_adapters(address: Address = DEFAULT_ADDRESS, timeout: Timeout = 30.0) -
             token = response.next_page_token
             if not token:
                 break
-    console.print(adapter_table(adapters))
+    print_adapters(adapters)
 
 
-def adapter_table(adapters: list[types_pb2.Adapter]) -> Table:
+def print_adapters(adapters: Sequence[types_pb2.Adapter]) -> None:
     """One row an adapter."""
-    table = Table("adapter", "state", "generation", "slot", "in flight", "resident", "source")
-    for adapter in adapters:
-        table.add_row(
-            adapter.name,
+    rows = [
+        (
+            plain(adapter.name),
             types_pb2.AdapterState.Name(adapter.state).removeprefix("ADAPTER_STATE_"),
             str(adapter.generation),
             str(adapter.adapter_slot) if adapter.adapter_slot >= 0 else "-",
@@ -159,7 +169,9 @@ def adapter_table(adapters: list[types_pb2.Adapter]) -> Table:
             format_bytes(adapter.resident_bytes),
             plain(adapter.source),
         )
-    return table
+        for adapter in adapters
+    ]
+    print_table(("adapter", "state", "generation", "slot", "in flight", "resident", "source"), rows)
 
 
 @app.command()
@@ -172,7 +184,7 @@ def get(name: str, address: Address = DEFAULT_ADDRESS, timeout: Timeout = 30.0) 
 
 
 def _print_adapter(adapter: types_pb2.Adapter) -> None:
-    report, table = adapter.report, Table(show_header=False)
+    report = adapter.report
     experts = sorted({coverage.layer for coverage in report.expert_coverage})
     rows = {
         "adapter": adapter.name,
@@ -191,12 +203,10 @@ def _print_adapter(adapter: types_pb2.Adapter) -> None:
         "read": f"{format_bytes(report.bytes_read)} of {format_bytes(report.file_bytes)}"
         + (" (cached)" if report.cache_hit else ""),
     }
-    for key, value in rows.items():
-        table.add_row(key, plain(str(value)))
-    for warning in report.warnings:
-        table.add_row("warning", plain(warning), style="yellow")
-    for ignored in report.ignored_tensors:
-        table.add_row("ignored", plain(ignored), style="yellow")
+    lines: list[tuple[Text, Cell]] = [(plain(key), plain(str(value))) for key, value in rows.items()]
+    lines += [(plain("warning", "yellow"), plain(warning, "yellow")) for warning in report.warnings]
+    lines += [(plain("ignored", "yellow"), plain(ignored, "yellow")) for ignored in report.ignored_tensors]
     if adapter.HasField("failure"):
-        table.add_row("failure", plain(f"{adapter.failure.reason}: {adapter.failure.message}"), style="red")
-    console.print(table)
+        said = f"{adapter.failure.reason}: {adapter.failure.message}"
+        lines.append((plain("failure", "red"), plain(said, "red")))
+    print_records([lines])

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from epilora.cli.client import Timeout, connected
 from epilora.cli.output import EXIT_REFUSED, console, error_console, format_bytes, plain
+from epilora.cli.tables import print_table
 from epilora.v1 import loader_service_pb2, loader_service_pb2_grpc
 
 Loader = Annotated[
@@ -29,8 +29,8 @@ def show(loader: Loader, timeout: Timeout = 10.0) -> None:
     with connected(loader, "loader") as channel:
         stub = loader_service_pb2_grpc.LoaderServiceStub(channel)
         state = stub.GetCache(loader_service_pb2.GetCacheRequest(), timeout=timeout)
-    table = Table("entries", "leases", "bytes", "budget", "builds", "Redis: pulled", "given", "lost", "errors")
-    table.add_row(
+    heads = ("entries", "leases", "bytes", "budget", "builds", "Redis: pulled", "given", "lost", "errors")
+    cells = (
         str(state.num_entries),
         str(state.num_leases),
         format_bytes(state.used_bytes),
@@ -41,7 +41,7 @@ def show(loader: Loader, timeout: Timeout = 10.0) -> None:
         str(state.num_redis_losses),
         str(state.num_redis_errors),
     )
-    console.print(table)
+    print_table(heads, [cells])
 
 
 @app.command()

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from epilora.cli.client import DEFAULT_ADDRESS, Address, Timeout, connected
-from epilora.cli.output import error_console
+from epilora.cli.output import error_console, plain
 from epilora.v1 import generation_service_pb2, generation_service_pb2_grpc
 
 INT32_MAX = 2**31 - 1
@@ -75,6 +75,9 @@ def _print_summary(last: generation_service_pb2.GenerateResponse) -> None:
     reason = generation_service_pb2.FinishReason.Name(last.finish_reason).removeprefix("FINISH_REASON_").lower()
     generation = f", adapter generation {last.adapter_generation}" if last.adapter_generation else ""
     error_console.print(
-        f"[dim]{last.usage.num_prompt_tokens} + {last.usage.num_generated_tokens} tokens, ended by {reason}, "
-        f"rank {last.ep_rank}{generation}[/dim]"
+        plain(
+            f"{last.usage.num_prompt_tokens} + {last.usage.num_generated_tokens} tokens, ended by {reason}, "
+            f"rank {last.ep_rank}{generation}",
+            "dim",
+        )
     )

@@ -17,6 +17,7 @@ from epilora.adapters.layout_hints import LayoutHints
 from epilora.adapters.open_adapter import open_adapter
 from epilora.cli.model import read_model
 from epilora.cli.output import EXIT_REFUSED, console, fail, format_bytes, plain
+from epilora.cli.tables import print_table
 from epilora.errors import EpiloraError
 
 _SHADES = " ░▒▓█"
@@ -116,19 +117,20 @@ def _print(found: Inspection) -> None:
         if value:
             facts.add_row(Text(name, style="bold"), plain(value))
     console.print(facts)
-    modules = Table("module", "pairs", "rows of A", "bytes", title="modules", title_justify="left")
-    for group in found.groups[:_MAX_LISTED]:
-        modules.add_row(plain(group.path), str(group.num_pairs), _range(group.rows_of_a), format_bytes(group.num_bytes))
-    if found.groups:
-        console.print(modules)
+    modules = [
+        (plain(group.path), str(group.num_pairs), plain(_range(group.rows_of_a)), format_bytes(group.num_bytes))
+        for group in found.groups[:_MAX_LISTED]
+    ]
+    if modules:
+        console.print(plain("modules", "italic"))
+        print_table(("module", "pairs", "rows of A", "bytes"), modules)
     if len(found.groups) > _MAX_LISTED:
         console.print(f"and {len(found.groups) - _MAX_LISTED} more modules")
     _print_heat_map(found)
     if found.bytes_per_rank:
-        ranks_table = Table("EP rank", "bytes, as stored", title=f"{found.placement} placement", title_justify="left")
-        for rank, num_bytes in enumerate(found.bytes_per_rank):
-            ranks_table.add_row(str(rank), format_bytes(num_bytes))
-        console.print(ranks_table)
+        console.print(plain(f"{found.placement} placement", "italic"))
+        ranks = [(str(rank), format_bytes(num_bytes)) for rank, num_bytes in enumerate(found.bytes_per_rank)]
+        print_table(("EP rank", "bytes, as stored"), ranks)
     for module in found.saved_modules[:_MAX_LISTED]:
         console.print(plain(f"replaced by a trained weight: {module}"))
     for tensor in found.ignored[:_MAX_LISTED]:
@@ -153,7 +155,7 @@ def _print_heat_map(found: Inspection) -> None:
     num_experts, layers = coverage(found)
     if not layers:
         return
-    width = min(num_experts, _MAX_COLUMNS)
+    width = max(1, min(num_experts, _MAX_COLUMNS, console.width - len(f"{max(layers):4d} ||")))
     console.print(Text(f"experts 0 to {num_experts - 1} across, layers down", style="bold"))
     for layer, values in layers.items():
         cells = []

@@ -14,8 +14,9 @@ from epilora.errors import EpiloraError
 EXIT_REFUSED = 1
 EXIT_UNAVAILABLE = 3
 
-console = Console()
-error_console = Console(stderr=True)
+# What is printed may hold names of users and files: neither markup nor emoji codes are looked for in any of it.
+console = Console(markup=False, emoji=False)
+error_console = Console(stderr=True, markup=False, emoji=False)
 
 
 def plain(text: str, style: str = "") -> Text:

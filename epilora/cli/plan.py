@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from epilora.balance import balanced_placement, spread
 from epilora.cli.client import channel_to
 from epilora.cli.model import read_model
 from epilora.cli.output import console, fail, format_bytes, plain
+from epilora.cli.tables import Cell, print_table
 from epilora.errors import EpiloraError, InvalidArgumentError
 from epilora.memory_plan import RankPlan, element_bytes_of, plan_memory, read_adapter
 from epilora.model_spec import ModelSpec
@@ -111,7 +111,7 @@ def plan(
             f"rows of the busiest rank over the mean: now {balance.spread_now:.2f},"
             f" planned {balance.spread_planned:.2f}"
         )
-    console.print(_table(spec, placed, plans))
+    _print_ranks(spec, placed, plans)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,17 +143,26 @@ def _balance(address: str, model: ModelSpec, num_ranks: int, num_redundant: int)
     )
 
 
-def _table(model: ModelSpec, placement: ExpertPlacement, plans: tuple[RankPlan, ...]) -> Table:
+def _print_ranks(model: ModelSpec, placement: ExpertPlacement, plans: tuple[RankPlan, ...]) -> None:
     first = model.moe_layers[0].layer
-    names = [adapter.name for adapter in plans[0].adapters]
+    names = [plain(f"adapter {adapter.name}") for adapter in plans[0].adapters]
     states = ["states"] if model.recurrent_layers else []
-    table = Table("rank", f"experts of layer {first}", "expert weights", "other weights", *states, *names, "total")
+    rows: list[tuple[Cell, ...]] = []
     for rank in plans:
         sizes = [rank.base_expert_bytes, rank.base_dense_bytes, *[rank.state_bytes][: len(states)]]
         sizes += [adapter.expert_bytes + adapter.dense_bytes for adapter in rank.adapters]
         experts = ranges(placement.local_experts(first, rank.ep_rank * placement.num_ranks // len(plans)))
-        table.add_row(str(rank.ep_rank), experts, *map(format_bytes, [*sizes, rank.total_bytes]))
-    return table
+        rows.append((str(rank.ep_rank), plain(experts), *map(format_bytes, [*sizes, rank.total_bytes])))
+    heads: tuple[Cell, ...] = (
+        "rank",
+        f"experts of layer {first}",
+        "expert weights",
+        "other weights",
+        *states,
+        *names,
+        "total",
+    )
+    print_table(heads, rows)
 
 
 def ranges(numbers: tuple[int, ...]) -> str:

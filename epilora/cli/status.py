@@ -5,12 +5,12 @@ from __future__ import annotations
 import grpc
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from rich.table import Table
 from rich.text import Text
 
-from epilora.cli.adapters import adapter_table
+from epilora.cli.adapters import print_adapters
 from epilora.cli.client import DEFAULT_ADDRESS, Address, Timeout, connected, rpc_error
 from epilora.cli.output import EXIT_UNAVAILABLE, console, error_console, format_bytes, plain
+from epilora.cli.tables import print_table
 from epilora.v1 import (
     adapter_service_pb2,
     adapter_service_pb2_grpc,
@@ -34,16 +34,17 @@ def status(address: Address = DEFAULT_ADDRESS, timeout: Timeout = 10.0) -> None:
         )
         memory = _memory(cluster, address, timeout)
     serving = check.status == health_pb2.HealthCheckResponse.SERVING
-    console.print(f"{address}: [{'green' if serving else 'red'}]{'SERVING' if serving else 'NOT SERVING'}[/]")
+    state = ("SERVING", "green") if serving else ("NOT SERVING", "red")
+    console.print(Text.assemble(plain(f"{address}: "), state))
     if serving and loads.status != health_pb2.HealthCheckResponse.SERVING:
         console.print(Text("adapters cannot be loaded: the loader is away", style="yellow"))
     for group in topology.groups:
         if group.HasField("model"):
             console.print(plain(_model_line(group)))
-        console.print(_rank_table(group))
+        _print_ranks(group)
     if memory:
-        console.print(_memory_table(memory))
-    console.print(adapter_table(list(listing.adapters)))
+        _print_memory(memory)
+    print_adapters(listing.adapters)
     if not serving:
         raise typer.Exit(EXIT_UNAVAILABLE)
 
@@ -68,27 +69,28 @@ def _model_line(group: cluster_service_pb2.Group) -> str:
     )
 
 
-def _rank_table(group: cluster_service_pb2.Group) -> Table:
-    table = Table("rank", "ready", "device", "pid", "steps", "running", "queued")
-    for rank in group.ranks:
-        table.add_row(
+def _print_ranks(group: cluster_service_pb2.Group) -> None:
+    rows = [
+        (
             str(rank.ep_rank),
-            "[green]yes[/]" if rank.ready else "[red]no[/]",
-            rank.device,
+            Text("yes", style="green") if rank.ready else Text("no", style="red"),
+            plain(rank.device),
             str(rank.pid),
             str(rank.num_steps),
             str(rank.num_running_requests),
             str(rank.num_queued_requests),
         )
-    return table
+        for rank in group.ranks
+    ]
+    print_table(("rank", "ready", "device", "pid", "steps", "running", "queued"), rows)
 
 
-def _memory_table(ranks: list[cluster_service_pb2.RankMemory]) -> Table:
+def _print_memory(ranks: list[cluster_service_pb2.RankMemory]) -> None:
     with_states = any(rank.state_cache_bytes for rank in ranks)
     states = ["states"] if with_states else []
-    table = Table("rank", "experts", "other weights", "kv cache", *states, "adapters", "resident adapters")
+    rows = []
     for rank in ranks:
         sizes = [rank.base_expert_bytes, rank.base_dense_bytes, rank.kv_cache_bytes]
         sizes += [rank.state_cache_bytes] * with_states + [rank.adapter_bytes]
-        table.add_row(str(rank.ep_rank), *map(format_bytes, sizes), str(len(rank.adapters)))
-    return table
+        rows.append((str(rank.ep_rank), *map(format_bytes, sizes), str(len(rank.adapters))))
+    print_table(("rank", "experts", "other weights", "kv cache", *states, "adapters", "resident adapters"), rows)
