@@ -18,6 +18,10 @@ from epilora.errors import AdapterFormatError, InvalidArgumentError, NotFoundErr
 
 CONFIG_NAME = "adapter_config.json"
 _FIELD = "source"
+_MAX_PATH_BYTES = 4095
+"""Linux's PATH_MAX, less the zero byte that ends a path."""
+_SHOWN = 200
+"""Characters of a source that is shown in part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,13 +161,21 @@ def _path_of(source: str) -> str:
         url = urlsplit(source)
         if url.scheme != "file" or url.netloc not in ("", "localhost") or url.query or url.fragment:
             raise InvalidArgumentError(
-                f"source {source!r}: expected an absolute path or a file:///path URL", reason="BAD_SOURCE", field=_FIELD
+                f"source {_start(source)}: expected an absolute path or a file:///path URL",
+                reason="BAD_SOURCE",
+                field=_FIELD,
             )
         path = unquote(url.path)
-    if not os.path.isabs(path) or "\0" in path or len(os.fsencode(path)) > 4096:
-        raise InvalidArgumentError(
-            f"source {source[:200]!r}: expected an absolute path or a file:///path URL",
-            reason="BAD_SOURCE",
-            field=_FIELD,
-        )
-    return path
+    if not os.path.isabs(path):
+        wrong = "expected an absolute path or a file:///path URL"
+    elif "\0" in path:
+        wrong = "a path cannot hold a zero byte"
+    elif (num_bytes := len(os.fsencode(path))) > _MAX_PATH_BYTES:
+        wrong = f"a path of {num_bytes} bytes is too long, expected at most {_MAX_PATH_BYTES} (PATH_MAX of the system)"
+    else:
+        return path
+    raise InvalidArgumentError(f"source {_start(source)}: {wrong}", reason="BAD_SOURCE", field=_FIELD)
+
+
+def _start(source: str) -> str:
+    return repr(source) if len(source) <= _SHOWN else f"{source[:_SHOWN]!r}..."

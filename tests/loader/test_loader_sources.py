@@ -76,6 +76,27 @@ async def test_not_a_path(setup: Setup, source: str) -> None:
     assert (error.reason, error.field) == ("BAD_SOURCE", "source")
 
 
+async def test_a_path_that_is_too_long(setup: Setup) -> None:
+    """It is absolute, so what is wrong is said: the system takes 4,095 bytes, 4,096 with the zero at the end."""
+    for path, num_bytes in (("/" + "a" * 4_999, 5_000), ("/" + "é" * 2_048, 4_097), ("/" + "a/" * 2_047 + "a", 4_096)):
+        for source in (path, f"file://{path}"):
+            error = await setup.error(source)
+            assert isinstance(error, InvalidArgumentError)
+            assert (error.reason, error.field) == ("BAD_SOURCE", "source")
+            assert f"a path of {num_bytes} bytes is too long, expected at most 4095" in error.message
+            assert "absolute" not in error.message
+            assert len(error.message) < 400
+    longest = await setup.error(f"{setup.root}/".ljust(4_095, "/"))
+    assert longest.reason == "NO_ADAPTER_CONFIG"
+
+
+@pytest.mark.parametrize("source", ["ftp://host/", "relative/"])
+async def test_a_long_source_is_shown_in_part(setup: Setup, source: str) -> None:
+    error = await setup.error(source.ljust(5_000, "a"))
+    assert "expected an absolute path" in error.message
+    assert len(error.message) < 400
+
+
 async def test_outside_the_roots(setup: Setup, tmp_path: Path) -> None:
     outside = shutil.copytree(setup.adapter(), tmp_path / "outside")
     (setup.root / "link").symlink_to(outside)
