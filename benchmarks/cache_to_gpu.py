@@ -37,7 +37,8 @@ from typing import Any
 import structlog
 import torch
 
-from benchmarks.loader import make_request, shared_directory, write_inputs
+from benchmarks.command_line import end_in_order, need_cuda, shared_directory
+from benchmarks.loader import make_request, write_inputs
 from benchmarks.no_weights import NoWeights
 from compute_worker.adapter_pool import AdapterPool
 from compute_worker.registered_slices import CudaRegistrar, RegisteredSlices
@@ -342,8 +343,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--step-seconds", type=float, default=1.5, help="of decode steps beside each row")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("a CUDA device is needed")
+    need_cuda(parser)
+    end_in_order()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     with tempfile.TemporaryDirectory(prefix="epilora-bench-") as temporary:
         work = arguments.work or Path(temporary)

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from benchmarks.command_line import need_cuda
 from benchmarks.kernel_layer import COPY_BYTES_PER_SECOND, graph_us
 from compute_worker.dense_lora import DensePair
 from compute_worker.kernels.decode_attention import decode_attention, decode_attention_reference
@@ -211,6 +212,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/decode_kernels.json"))
     parser.add_argument("--replays", type=int, default=50)
     args = parser.parse_args()
+    need_cuda(parser)
     start, results = time.monotonic(), []
     for cell in cells():
         result = measure(cell, args.replays)

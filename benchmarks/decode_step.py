@@ -25,6 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import qwen3_30b
+from benchmarks.command_line import end_in_order, need_cuda
 from benchmarks.qwen3_30b import HEAD_DIM, HIDDEN, INTERMEDIATE, LORA_RANK, NUM_EXPERTS, NUM_HEADS, VOCAB
 from compute_worker.adapter_buffers import AdapterTensors
 from compute_worker.dense_lora import DensePair
@@ -203,6 +204,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    need_cuda(parser)
+    end_in_order()
     with tempfile.TemporaryDirectory(prefix="epilora-bench-") as folder:
         model = Path(folder) / "model"
         qwen3_30b.write_model(model, num_layers=options.layers)

@@ -13,13 +13,14 @@ import argparse
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -29,6 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import qwen3_30b
+from benchmarks.command_line import end_in_order, need_cuda, shared_directory
 from epilora.v1 import (
     adapter_service_pb2,
     adapter_service_pb2_grpc,
@@ -39,6 +41,7 @@ from epilora.v1 import (
 )
 
 READY_SECONDS = 240
+STOP_SECONDS = 90
 SOURCES = {"per-expert": "per_expert", "fused": "target_parameters"}
 NUM_ADAPTERS = 8
 ADAPTERS = [f"{source}-{number}" for number in range(NUM_ADAPTERS // len(SOURCES)) for source in SOURCES]
@@ -57,9 +60,16 @@ class Answer:
 
 
 class Service:
-    """`epilora serve` as a child process."""
+    """`epilora serve` as a child process.
 
-    def __init__(self, model: Path, work: Path, ranks: int) -> None:
+    Args:
+        model: directory of its config.json; the weights are random.
+        work: directory of adapters, of the log (serve.log), and of what else the service writes.
+        cache: directory of its slices.
+        ranks: one GPU each, where there are any.
+    """
+
+    def __init__(self, model: Path, work: Path, cache: Path, ranks: int) -> None:
         self._ready_file = work / "ready.json"
         command = [
             *(sys.executable, "-m", "epilora.cli", "serve", "--model", str(model), "--ranks", str(ranks)),
@@ -69,7 +79,7 @@ class Service:
         ]
         environment = {
             **os.environ,
-            "EPILORA_CACHE_DIR": f"/dev/shm/epilora-bench-{os.getpid()}",
+            "EPILORA_CACHE_DIR": str(cache),
             "EPILORA_MAX_NUM_BATCHED_TOKENS": "16384",
             "EPILORA_MAX_NUM_SEQUENCES": "256",
             "EPILORA_COLLECTIVE_TIMEOUT_SECONDS": "120",
@@ -91,9 +101,26 @@ class Service:
 
     def stop(self) -> None:
         """Ends it and waits."""
-        self._process.send_signal(signal.SIGTERM)
-        self._process.wait(90)
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            # Its own processes end with it.
+            self._process.kill()
+            self._process.wait()
         self.log.close()
+
+
+@contextmanager
+def running_service(model: Path, work: Path, ranks: int) -> Iterator[Service]:
+    """A service that is stopped at the end, when the end of its log is printed; see Service."""
+    with shared_directory() as cache:
+        service = Service(model, work, cache, ranks)
+        try:
+            yield service
+        finally:
+            service.stop()
+            print((work / "serve.log").read_text()[-6000:], file=sys.stderr)
 
 
 def generate(channel: grpc.Channel, answers: list[Answer], max_tokens: int) -> None:
@@ -223,15 +250,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=qwen3_30b.NUM_LAYERS, help="fewer for a trial")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    need_cuda(parser, arguments.ranks)
+    end_in_order()
     with tempfile.TemporaryDirectory(prefix="epilora-bench-") as folder:
         work = Path(folder)
         model = work / "model"
         qwen3_30b.write_model(model, num_layers=arguments.layers)
-        service = Service(model, work, arguments.ranks)
-        started = time.perf_counter()
-        for seed, (name, layout) in enumerate(SOURCES.items()):
-            qwen3_30b.write_adapter(work / name, layout, seed=seed + 1, num_layers=arguments.layers)
-        try:
+        with running_service(model, work, arguments.ranks) as service:
+            started = time.perf_counter()
+            for seed, (name, layout) in enumerate(SOURCES.items()):
+                qwen3_30b.write_adapter(work / name, layout, seed=seed + 1, num_layers=arguments.layers)
             ready = service.wait_ready()
             result: dict[str, object] = {
                 "hardware": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -250,9 +278,6 @@ def main() -> None:
                 result["memory"] = [
                     {d.name: v for d, v in rank.ListFields() if isinstance(v, int)} for rank in memory.ranks
                 ]
-        finally:
-            service.stop()
-            print((work / "serve.log").read_text()[-6000:], file=sys.stderr)
         result["agreement"] = agreement = check(model, work, answers)
         result["answers"] = [asdict(a)["tokens"][:8] for a in answers[:6]]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

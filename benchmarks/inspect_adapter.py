@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import end_in_order
 from benchmarks.qwen3_30b import HIDDEN, INTERMEDIATE, LORA_RANK, NUM_EXPERTS, NUM_LAYERS, write_model
 from epilora.adapters.keys import pair_tensors
 from epilora.adapters.open_adapter import open_adapter
@@ -143,6 +144,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
+    end_in_order()
     with tempfile.TemporaryDirectory(prefix="epilora-bench-") as work:
         results = run(Path(work), arguments.repeats)
     print(json.dumps(results, indent=1))

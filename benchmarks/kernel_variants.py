@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import triton
 
+from benchmarks.command_line import need_cuda
 from benchmarks.kernel_cells import MAX_RELATIVE_ERROR
 from benchmarks.kernel_compile import CompileAhead, shape_weights
 from benchmarks.kernel_layer import SHAPES, Batch, Calls, Layer, Shape, floor_us, graphs_us, layer_calls, run_layer
@@ -226,6 +227,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new token counts after this long")
     parser.add_argument("--compile-processes", type=int, default=12)
     args = parser.parse_args()
+    need_cuda(parser)
     start, device_name = time.monotonic(), torch.cuda.get_device_name()
     recorded = _recorded(args.recorded)
     cases = [

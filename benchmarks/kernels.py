@@ -23,6 +23,7 @@ import torch
 import triton
 
 from benchmarks import kernel_tune
+from benchmarks.command_line import need_cuda
 from benchmarks.kernel_cells import TOKENS, Bench, cells_of, plan
 from benchmarks.kernel_compile import CompileAhead, shape_weights
 from benchmarks.kernel_criteria import summary, summary_text
@@ -145,7 +146,7 @@ def merge(args: argparse.Namespace) -> None:
     print(f"{len(taken)} cells of {args.merge} are now in {args.out}")
 
 
-def _arguments() -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     def ints(text: str) -> list[int]:
         return [int(part) for part in text.split(",") if part]
 
@@ -165,11 +166,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="only say which cells of --out meet their limits")
     parser.add_argument("--report", action="store_true", help="only print the table of --out")
     parser.add_argument("--docs", type=Path, help="with --report: file whose tables are replaced")
-    return parser.parse_args()
+    return parser
 
 
 def main() -> None:
-    args = _arguments()
+    parser = _parser()
+    args = parser.parse_args()
     if args.merge:
         merge(args)
         return
@@ -179,6 +181,7 @@ def main() -> None:
         if args.report and args.docs:
             write_docs(results, args.docs)
         return
+    need_cuda(parser)
     start = time.monotonic()
     ahead = CompileAhead(args.compile_processes) if args.compile_processes else None
     try:

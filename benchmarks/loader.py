@@ -12,17 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import end_in_order, output_of, shared_directory
 from epilora.adapters.layout_hints import NO_HINTS
 from epilora.adapters.normal_form import AdapterTarget
 from epilora.adapters.weights import WEIGHTS_NAME
@@ -62,16 +61,6 @@ class AnonymousPeak:
     def growth_bytes(self) -> int:
         """Against the beginning of the block."""
         return self._peak - self._start
-
-
-@contextmanager
-def shared_directory() -> Iterator[Path]:
-    """A directory in shared memory, removed at the end."""
-    path = Path(tempfile.mkdtemp(prefix="epilora-bench-", dir="/dev/shm"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path)
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -175,7 +164,7 @@ def run(work: Path, num_layers: int, repeats: int) -> dict[str, Any]:
         for ranks_built in (8, 1):
             arguments = ["--work", str(work), "--cell", layout, str(ranks_built), "--repeats", str(repeats)]
             command = [sys.executable, "-m", "benchmarks.loader", *arguments]
-            cell = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+            cell = json.loads(output_of(command))
             cells.append(cell)
             print(_line(cell), flush=True)
     return {"model": "Qwen3-30B-A3B", "num_layers": num_layers, "cpu": _processor(), "cells": cells}
@@ -206,6 +195,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cell", nargs=2, metavar=("LAYOUT", "RANKS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    end_in_order()
     if arguments.cell:
         layout, ranks_built = arguments.cell
         print(json.dumps(measure(arguments.work, layout, 8, int(ranks_built), arguments.repeats)))

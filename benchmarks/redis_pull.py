@@ -24,7 +24,8 @@ from typing import Any
 import redis
 from pydantic import SecretStr
 
-from benchmarks.loader import make_request, shared_directory, write_inputs
+from benchmarks.command_line import end_in_order, shared_directory
+from benchmarks.loader import make_request, write_inputs
 from epilora.model_spec import ModelSpec
 from epilora.settings import LoaderSettings
 from loader_service.cache import SliceCache
@@ -134,6 +135,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if shutil.which("redis-server") is None or shutil.which("redis-benchmark") is None:
         parser.error("redis-server and redis-benchmark are needed (Debian packages redis-server, redis-tools)")
+    end_in_order()
     with tempfile.TemporaryDirectory(prefix="epilora-bench-") as temporary:
         results = run(arguments.work or Path(temporary), arguments.layers, arguments.repeats)
     pull, get = results["pull_bytes_per_second"], results["redis_benchmark_get_bytes_per_second"]

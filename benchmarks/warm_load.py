@@ -23,7 +23,8 @@ import grpc
 import torch
 
 from benchmarks import qwen3_30b
-from benchmarks.gpu_service import Answer, Service, generate, make_answers
+from benchmarks.command_line import end_in_order, need_cuda
+from benchmarks.gpu_service import Answer, generate, make_answers, running_service
 from epilora.v1 import adapter_service_pb2, adapter_service_pb2_grpc
 
 _BATCH, _PROMPT_TOKENS = 8, 40
@@ -138,17 +139,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=800, help="that each sequence generates beside the loads")
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     arguments = parser.parse_args()
+    need_cuda(parser)
+    end_in_order()
     with tempfile.TemporaryDirectory(prefix="epilora-bench-") as folder:
         work = Path(folder)
         qwen3_30b.write_model(work / "model", num_layers=arguments.layers)
-        service = Service(work / "model", work, 1)
-        try:
+        with running_service(work / "model", work, 1) as service:
             qwen3_30b.write_adapter(work / "adapter", "per_expert", seed=1, num_layers=arguments.layers)
             ready = service.wait_ready()
             found = measure(ready["address"], work / "adapter", arguments.loads, arguments.tokens)
-        finally:
-            service.stop()
-            print((work / "serve.log").read_text()[-5000:])
         found["stages"] = stages_of(work / "serve.log")
     rate = pinned_bytes_per_second()
     found["pinned_bytes_per_second"] = rate

@@ -1,0 +1,88 @@
+"""What the benchmarks' command lines share: what they refuse, and that they leave nothing behind."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+_EXIT_REFUSED = 2
+_EXIT_SIGNAL = 128
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """Ends the process with one line on stderr and exit status 2: what is wrong is not how the options are used."""
+    parser.exit(_EXIT_REFUSED, f"{parser.prog.removesuffix('.py')}: error: {message}\n")
+
+
+def need_cuda(parser: argparse.ArgumentParser, num_devices: int = 1, *, instead: str = "") -> None:
+    """Refuses to go on where there are fewer CUDA devices.
+
+    Args:
+        parser: of the command.
+        num_devices: that it needs.
+        instead: what can be done without them, for the end of the message.
+    """
+    import torch  # not in the memory of the benchmarks that need no device
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < num_devices:
+        needed = "a CUDA device is needed" if num_devices == 1 else f"{num_devices} CUDA devices are needed"
+        there = f", {found} {'is' if found == 1 else 'are'} there" if found else ""
+        refuse(parser, f"{needed}{there}{instead}")
+
+
+def end_in_order() -> None:
+    """From here on SIGTERM, SIGINT and SIGHUP end the process by a SystemExit: what it made is removed on the way.
+
+    Once: a second one does not cut that short. Signals that are ignored, as SIGHUP is under nohup, stay so.
+    """
+    is_ending = False
+
+    def end(number: int, _: FrameType | None) -> None:
+        nonlocal is_ending
+        if not is_ending:
+            is_ending = True
+            raise SystemExit(_EXIT_SIGNAL + number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
+
+
+@contextmanager
+def shared_directory() -> Iterator[Path]:
+    """A directory in shared memory, removed at the end."""
+    # Named first: a signal may come at any time.
+    path = _SHARED_MEMORY / f"epilora-bench-{os.getpid()}-{uuid.uuid4().hex}"
+    try:
+        path.mkdir(mode=0o700)
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def output_of(command: Sequence[str]) -> str:
+    """What a child process prints; it gets a SIGTERM if this process ends meanwhile, so that it cleans up, too.
+
+    Raises:
+        subprocess.CalledProcessError: its exit status is not 0.
+    """
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        output, _ = process.communicate()
+    finally:
+        process.terminate()
+        process.wait()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return output
