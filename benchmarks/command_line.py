@@ -8,15 +8,40 @@ import shutil
 import signal
 import subprocess
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 _EXIT_REFUSED = 2
 _EXIT_SIGNAL = 128
 _SHARED_MEMORY = Path("/dev/shm")
+Choice = TypeVar("Choice", str, int)
+
+
+def list_of(choices: Iterable[Choice]) -> Callable[[str], list[Choice]]:
+    """For argparse: some of these, with commas between them. Example: list_of((1, 8, 64))("8,64") -> [8, 64]"""
+    by_name = {str(choice): choice for choice in choices}
+
+    def parse(text: str) -> list[Choice]:
+        names = dict.fromkeys(text.split(","))
+        if wrong := [name for name in names if name not in by_name]:
+            raise argparse.ArgumentTypeError(f"{wrong[0]!r} is none of {', '.join(by_name)}")
+        return [by_name[name] for name in names]
+
+    return parse
+
+
+def at_least(smallest: int) -> Callable[[str], int]:
+    """For argparse: a whole number of this size or more."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < smallest:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {smallest}")
+        return int(text)
+
+    return parse
 
 
 def refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:

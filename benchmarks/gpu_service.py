@@ -30,7 +30,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import qwen3_30b
-from benchmarks.command_line import end_in_order, need_cuda, shared_directory
+from benchmarks.command_line import at_least, end_in_order, need_cuda, shared_directory
 from epilora.v1 import (
     adapter_service_pb2,
     adapter_service_pb2_grpc,
@@ -246,7 +246,7 @@ def versions() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ranks", type=at_least(1), default=1)
     parser.add_argument("--layers", type=int, default=qwen3_30b.NUM_LAYERS, help="fewer for a trial")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

@@ -14,6 +14,7 @@ shared kilobytes. --set changes a field of the shipped configurations.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -28,6 +29,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.command_line import list_of
+from benchmarks.kernel_cells import TOKENS
 from benchmarks.kernel_layer import SHAPES, Shape
 from compute_worker.kernels import AdapterTable, MoEConfig, MoEWeights, moe
 from compute_worker.kernels.config import choose_config
@@ -127,12 +130,19 @@ def _resources(kernel: Any) -> str:
 
 def _arguments() -> argparse.Namespace:
     def field(text: str) -> tuple[str, Any]:
-        name, value = text.split("=", 1)
-        return name, json.loads(value)
+        name, _, value = text.partition("=")
+        names = [of_config.name for of_config in dataclasses.fields(MoEConfig)]
+        if name not in names:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(names)}")
+        try:
+            return name, json.loads(value)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected JSON after the =, as in pdl=true") from None
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES))
-    parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")], default=list(_TOKENS))
+    tokens = ",".join(map(str, TOKENS))
+    parser.add_argument("--shapes", type=list_of(SHAPES), default=list(SHAPES), help=f"some of {','.join(SHAPES)}")
+    parser.add_argument("--tokens", type=list_of(TOKENS), default=list(_TOKENS), help=f"some of {tokens}")
     parser.add_argument("--set", type=field, action="append", default=[], metavar="FIELD=JSON")
     return parser.parse_args()
 

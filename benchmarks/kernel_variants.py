@@ -18,13 +18,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
-from benchmarks.command_line import need_cuda
+from benchmarks.command_line import at_least, list_of, need_cuda
 from benchmarks.kernel_cells import MAX_RELATIVE_ERROR
 from benchmarks.kernel_compile import CompileAhead, shape_weights
 from benchmarks.kernel_layer import SHAPES, Batch, Calls, Layer, Shape, floor_us, graphs_us, layer_calls, run_layer
@@ -222,11 +223,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--configs", type=Path, help="folder whose file of this GPU takes the best settings")
     parser.add_argument("--recorded", type=Path, default=Path("benchmarks/results/kernels.json"))
-    parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES))
-    parser.add_argument("--tokens", type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--shapes", type=list_of(SHAPES), default=list(SHAPES), help=f"some of {','.join(SHAPES)}")
+    parser.add_argument("--tokens", type=list_of(sorted({*chain(*TOKENS.values())})), help="default: all of the shapes")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new token counts after this long")
-    parser.add_argument("--compile-processes", type=int, default=12)
+    parser.add_argument("--compile-processes", type=at_least(1), default=12)
     args = parser.parse_args()
+    of_shapes = sorted({*chain(*(TOKENS[name] for name in args.shapes))})
+    if wrong := [tokens for tokens in args.tokens or () if tokens not in of_shapes]:
+        choices = ", ".join(map(str, of_shapes))
+        parser.error(f"argument --tokens: with these shapes {wrong[0]} is none of {choices}")
     need_cuda(parser)
     start, device_name = time.monotonic(), torch.cuda.get_device_name()
     recorded = _recorded(args.recorded)

@@ -23,7 +23,7 @@ import torch
 import triton
 
 from benchmarks import kernel_tune
-from benchmarks.command_line import need_cuda
+from benchmarks.command_line import at_least, list_of, need_cuda
 from benchmarks.kernel_cells import TOKENS, Bench, cells_of, plan
 from benchmarks.kernel_compile import CompileAhead, shape_weights
 from benchmarks.kernel_criteria import summary, summary_text
@@ -147,19 +147,18 @@ def merge(args: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    def ints(text: str) -> list[int]:
-        return [int(part) for part in text.split(",") if part]
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/kernels.json"))
     parser.add_argument("--seconds", type=float, default=1e9, help="stop starting new token counts after this long")
-    parser.add_argument("--shapes", type=lambda text: text.split(","), default=list(SHAPES))
-    parser.add_argument("--tokens", type=ints, default=list(TOKENS))
+    parser.add_argument("--shapes", type=list_of(SHAPES), default=list(SHAPES), help=f"some of {','.join(SHAPES)}")
+    parser.add_argument(
+        "--tokens", type=list_of(TOKENS), default=list(TOKENS), help=f"some of {','.join(map(str, TOKENS))}"
+    )
     parser.add_argument("--tune", action="store_true", help="search tile shapes first and write them to --configs")
     parser.add_argument("--tune-seconds", type=float, default=1e9, help="time for the search, of all shapes together")
     parser.add_argument("--configs", type=Path, default=Path("compute_worker/kernels/configs"))
-    parser.add_argument("--compile-processes", type=int, default=8, help="processes that compile (0: none)")
-    parser.add_argument("--profile", type=ints, default=[], help="token counts to break down by kernel")
+    parser.add_argument("--compile-processes", type=at_least(0), default=8, help="processes that compile (0: none)")
+    parser.add_argument("--profile", type=list_of(TOKENS), default=[], help="token counts to break down by kernel")
     parser.add_argument(
         "--merge", type=Path, help="only take over the cells of --shapes and --tokens from this file of another run"
     )

@@ -63,6 +63,36 @@ def test_fewer_gpus_than_ranks_are_refused(command: Command, monkeypatch: pytest
     assert (status, printed) == (2, "gpu_service: error: 2 CUDA devices are needed, 1 is there\n")
 
 
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("kernels --shapes z", "argument --shapes: 'z' is none of a, b, c"),
+        ("kernels --shapes a,", "argument --shapes: '' is none of a, b, c"),
+        ("kernels --tokens 64,7", "argument --tokens: '7' is none of 1, 8, 32, 64, 256, 1024, 4096, 16384"),
+        ("kernels --profile x", "argument --profile: 'x' is none of 1, 8"),
+        ("kernels --compile-processes -1", "argument --compile-processes: '-1' is no whole number of at least 0"),
+        ("kernel_variants --out o --shapes a,z", "argument --shapes: 'z' is none of a, b, c"),
+        ("kernel_variants --out o --tokens 7", "argument --tokens: '7' is none of 1, 8, 32, 64"),
+        (
+            "kernel_variants --out o --shapes b --tokens 32",
+            "--tokens: with these shapes 32 is none of 1, 64, 256, 1024",
+        ),
+        ("kernel_variants --out o --compile-processes 0", "'0' is no whole number of at least 1"),
+        ("kernel_compile --shapes z", "argument --shapes: 'z' is none of a, b, c"),
+        ("kernel_compile --tokens 7", "argument --tokens: '7' is none of 1, 8, 32, 64"),
+        ("kernel_compile --set span", "argument --set: 'span': expected JSON after the ="),
+        ("kernel_compile --set spam=1", "argument --set: 'spam' is none of "),
+        ("gpu_service --out o --ranks 0", "argument --ranks: '0' is no whole number of at least 1"),
+    ],
+)
+def test_a_wrong_value_is_named_with_the_choices_before_a_gpu_is_asked_for(
+    command: Command, line: str, words: str
+) -> None:
+    status, printed = command(*line.split())
+    assert (status, words in printed) == (2, True), printed
+    assert "CUDA" not in printed
+
+
 @contextmanager
 def running(*args: str) -> Iterator[subprocess.Popen[bytes]]:
     """Python with these arguments; it and its children are gone at the end."""
