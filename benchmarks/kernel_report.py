@@ -50,7 +50,19 @@ def table(results: dict[str, Any]) -> str:
 
 
 def write_docs(results: dict[str, Any], path: Path) -> None:
-    """Replace what stands between the markers of `path` by the table."""
-    text = path.read_text()
-    before, rest = text.split(BEGIN)
-    path.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{rest.split(END)[1]}")
+    """Replace what stands between the markers of `path` by the table.
+
+    Raises:
+        ValueError: it cannot be read or written, or the markers are not there, once each; the file is as it was.
+    """
+    try:
+        text = path.read_text()
+        before, begun, rest = text.partition(BEGIN)
+        _, ended, after = rest.partition(END)
+        if not begun or not ended or (text.count(BEGIN), text.count(END)) != (1, 1):
+            raise ValueError(f"{path}: expected {BEGIN} and after it {END}, once each, around the table to replace")
+        path.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{after}")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read and written: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text: {error}") from None

@@ -25,11 +25,12 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks.command_line import at_least, list_of, need_cuda
+from benchmarks.command_line import at_least, list_of, need_cuda, refuse
 from benchmarks.kernel_cells import MAX_RELATIVE_ERROR
 from benchmarks.kernel_compile import CompileAhead, shape_weights
 from benchmarks.kernel_layer import SHAPES, Batch, Calls, Layer, Shape, floor_us, graphs_us, layer_calls, run_layer
 from benchmarks.kernel_oracle import Adapters, layer_fp32
+from benchmarks.kernel_results import read_results
 from compute_worker.kernels import AdapterTable, MoEConfig, choose_config
 from compute_worker.kernels.config import shape_key, token_bucket
 
@@ -210,7 +211,7 @@ def keep(path: Path, shape: Shape, tokens: int, config: MoEConfig) -> None:
 
 
 def _recorded(path: Path) -> dict[Any, float]:
-    cells = json.loads(path.read_text())["cells"] if path.exists() else []
+    cells = read_results(path)["cells"] if path.exists() else []
     return {
         (c["shape"], c["tokens"], c["adapters"], str(c["lora_rank"])): round(c["lora_us"], 1)
         for c in cells
@@ -232,9 +233,12 @@ def main() -> None:
     if wrong := [tokens for tokens in args.tokens or () if tokens not in of_shapes]:
         choices = ", ".join(map(str, of_shapes))
         parser.error(f"argument --tokens: with these shapes {wrong[0]} is none of {choices}")
+    try:
+        recorded = _recorded(args.recorded)
+    except ValueError as error:
+        refuse(parser, str(error))
     need_cuda(parser)
     start, device_name = time.monotonic(), torch.cuda.get_device_name()
-    recorded = _recorded(args.recorded)
     cases = [
         (name, tokens, variants(SHAPES[name], tokens, device_name))
         for name in args.shapes

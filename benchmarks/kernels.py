@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,13 @@ import torch
 import triton
 
 from benchmarks import kernel_tune
-from benchmarks.command_line import at_least, list_of, need_cuda
+from benchmarks.command_line import at_least, list_of, need_cuda, refuse
 from benchmarks.kernel_cells import TOKENS, Bench, cells_of, plan
 from benchmarks.kernel_compile import CompileAhead, shape_weights
 from benchmarks.kernel_criteria import summary, summary_text
 from benchmarks.kernel_layer import SHAPES, Layer, run_layer
 from benchmarks.kernel_report import table, write_docs
+from benchmarks.kernel_results import read_results
 from compute_worker.kernels import MoEConfig, choose_config
 from compute_worker.kernels.config import shape_key, token_bucket
 
@@ -104,9 +106,10 @@ def _line(result: dict[str, Any]) -> str:
     )
 
 
-def measure(args: argparse.Namespace, ahead: CompileAhead | None, start: float) -> dict[str, Any]:
+def measure(
+    args: argparse.Namespace, results: dict[str, Any], ahead: CompileAhead | None, start: float
+) -> dict[str, Any]:
     """All cells asked for, shape by shape; stops before a token count that would begin after --seconds."""
-    results = json.loads(args.out.read_text()) if args.out.exists() else {"cells": []}
     results["hardware"] = torch.cuda.get_device_name()
     results["versions"] = {"torch": torch.__version__, "triton": triton.__version__}
     for name in args.shapes:
@@ -137,7 +140,7 @@ def measure(args: argparse.Namespace, ahead: CompileAhead | None, start: float) 
 
 def merge(args: argparse.Namespace) -> None:
     """Put another run's cells of the shapes and token counts asked for into --out."""
-    results, other = json.loads(args.out.read_text()), json.loads(args.merge.read_text())
+    results, other = read_results(args.out), read_results(args.merge)
     taken = [c for c in other["cells"] if c["shape"] in args.shapes and c["tokens"] in args.tokens]
     keys = {tuple(c[k] for k in _SAME) for c in taken}
     results["cells"] = [c for c in results["cells"] if tuple(c[k] for k in _SAME) not in keys] + taken
@@ -154,39 +157,64 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tokens", type=list_of(TOKENS), default=list(TOKENS), help=f"some of {','.join(map(str, TOKENS))}"
     )
-    parser.add_argument("--tune", action="store_true", help="search tile shapes first and write them to --configs")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--tune", action="store_true", help="search tile shapes first and write them to --configs")
     parser.add_argument("--tune-seconds", type=float, default=1e9, help="time for the search, of all shapes together")
     parser.add_argument("--configs", type=Path, default=Path("compute_worker/kernels/configs"))
     parser.add_argument("--compile-processes", type=at_least(0), default=8, help="processes that compile (0: none)")
     parser.add_argument("--profile", type=list_of(TOKENS), default=[], help="token counts to break down by kernel")
-    parser.add_argument(
+    modes.add_argument(
         "--merge", type=Path, help="only take over the cells of --shapes and --tokens from this file of another run"
     )
-    parser.add_argument("--check", action="store_true", help="only say which cells of --out meet their limits")
-    parser.add_argument("--report", action="store_true", help="only print the table of --out")
+    modes.add_argument(
+        "--check",
+        action="store_true",
+        help="only say which cells of --out meet their limits; exit status 1 if a cell of the plan is not measured, 0"
+        " if all are: a limit that is missed is printed, and is no failure",
+    )
+    modes.add_argument("--report", action="store_true", help="only print the table of --out")
     parser.add_argument("--docs", type=Path, help="with --report: file whose tables are replaced")
     return parser
 
 
+def report(args: argparse.Namespace) -> None:
+    """Print the table of --out, and put it into --docs."""
+    results = read_results(args.out)
+    if args.docs:
+        write_docs(results, args.docs)
+    print(table(results))
+
+
+def check(args: argparse.Namespace) -> int:
+    """Print who meets the limits; the exit status: 1 if a cell of the plan is not measured."""
+    found = summary(read_results(args.out)["cells"], plan())
+    print(summary_text(found))
+    return 1 if found["not_measured"] else 0
+
+
 def main() -> None:
+    """See the module."""
     parser = _parser()
     args = parser.parse_args()
-    if args.merge:
-        merge(args)
-        return
-    if args.report or args.check:
-        results = json.loads(args.out.read_text())
-        print(table(results) if args.report else summary_text(summary(results["cells"], plan())))
-        if args.report and args.docs:
-            write_docs(results, args.docs)
-        return
+    if args.docs and not args.report:
+        parser.error("argument --docs: expected with --report only")
+    try:
+        if args.merge:
+            return merge(args)
+        if args.report:
+            return report(args)
+        if args.check:
+            sys.exit(check(args))
+        results = read_results(args.out) if args.out.exists() else {"cells": []}
+    except ValueError as error:
+        refuse(parser, str(error))
     need_cuda(parser)
     start = time.monotonic()
     ahead = CompileAhead(args.compile_processes) if args.compile_processes else None
     try:
         if ahead is not None:
             _ask(ahead, args.shapes, args.tokens)
-        results = measure(args, ahead, start)
+        results = measure(args, results, ahead, start)
     finally:
         if ahead is not None:
             ahead.close()
