@@ -2,14 +2,17 @@
 # Everything that only a GPU can say, step by step, each under its own time limit; a step that fails stops no other.
 #
 #   scripts/gpu_check.sh RESULTS [--seconds N] [STEP...]      # or: make gpu-check RESULTS=folder [STEPS="tests grid"]
-#   scripts/gpu_check.sh --list
+#   scripts/gpu_check.sh --list | --help
 #
 # RESULTS gets at most 8 files: log.txt (all output), summary.txt, and what the steps measured. Without STEP all steps run
 # that this machine has the GPUs for, in the order of --list, which is that of their worth. --seconds: all ends by then; a
-# step for which less is left than it is expected to take is not begun. Exit status 0: every step was run and passed.
+# step for which less is left than it is expected to take is not begun. Exit status 0: every step was run and passed; 1:
+# one was not, or failed; 2: wrong usage, or RESULTS cannot be written.
 # Environment: PYTHON (default: the first of .venv/bin/python and python3).
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CALLED_FROM=$PWD
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+SCRIPT=$PWD/scripts/gpu_check.sh
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
@@ -52,8 +55,8 @@ step_grid() {
   "$PYTHON" -m benchmarks.kernels --out "$RESULTS/kernels_run.json" --seconds 330 --compile-processes 12 || status=1
   cp benchmarks/results/kernels.json "$RESULTS/kernels.json" || return 1
   "$PYTHON" -m benchmarks.kernels --out "$RESULTS/kernels.json" --merge "$RESULTS/kernels_run.json" || return 1
-  "$PYTHON" -m benchmarks.kernels --out "$RESULTS/kernels.json" --check || return 1
   rm -f "$RESULTS/kernels_run.json"
+  "$PYTHON" -m benchmarks.kernels --out "$RESULTS/kernels.json" --check || return 1
   return $status
 }
 
@@ -100,31 +103,55 @@ step_dispatch() {
   "$PYTHON" -m torch.distributed.run --nproc-per-node 2 -m benchmarks.dispatch --out "$RESULTS/dispatch.json"
 }
 
-fields_of() { awk -F'|' -v name="$1" '$1 == name {print $2, $3, $4}' <<<"$STEPS"; }
+fields_of() { awk -F'|' -v name="$1" 'NF && $1 == name {print $2, $3, $4}' <<<"$STEPS"; }
+
+usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$SCRIPT"; }
+
+refuse() {
+  echo "gpu_check.sh: $1" >&2
+  exit 2
+}
+
+check_steps() {
+  local name
+  for name in "$@"; do
+    [ -n "$(fields_of "$name")" ] || refuse "unknown step '$name'; see --list"
+  done
+}
 
 main() {
-  if [ "${1:-}" = --list ]; then
-    awk -F'|' 'NF {printf "%-12s %s GPU, about %3d s of at most %3d: %s\n", $1, $2, $4, $3, $5}' <<<"$STEPS"
-    exit 0
-  fi
-  [ $# -ge 1 ] || { sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; exit 2; }
-  mkdir -p "$1"
-  RESULTS=$(cd "$1" && pwd)
+  case ${1:-} in
+    --list)
+      awk -F'|' 'NF {printf "%-12s %s GPU, about %3d s of at most %3d: %s\n", $1, $2, $4, $3, $5}' <<<"$STEPS"
+      exit 0
+      ;;
+    --help | -h)
+      usage
+      exit 0
+      ;;
+    '' | -*)
+      usage >&2
+      exit 2
+      ;;
+  esac
+  local results=$1
   shift
   local seconds=1000000
   if [ "${1:-}" = --seconds ]; then
-    seconds=$2
+    [[ ${2:-} =~ ^[0-9]{1,9}$ ]] || { usage >&2; refuse "--seconds is '${2:-}', expected a whole number"; }
+    seconds=$((10#$2))
     shift 2
   fi
   local wanted=("$@") name gpus limit expected num_gpus status code failed=0 began
+  check_steps "${wanted[@]}"
   num_gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
-  for name in "${wanted[@]}"; do
-    [ -n "$(fields_of "$name")" ] || { echo "unknown step $name; see --list" >&2; exit 2; }
-  done
   if [ ${#wanted[@]} -eq 0 ]; then
     mapfile -t wanted < <(awk -F'|' -v have="$num_gpus" 'NF && $2 <= have {print $1}' <<<"$STEPS")
   fi
-  : >"$RESULTS/summary.txt"
+  case $results in /*) RESULTS=$results ;; *) RESULTS=$CALLED_FROM/$results ;; esac
+  if ! mkdir -p -- "$RESULTS" || ! : >"$RESULTS/summary.txt"; then
+    refuse "RESULTS is $results: no folder that can be made and written"
+  fi
   [ ${#wanted[@]} -gt 0 ] || { echo 'no step can run: this machine has no GPU' | tee -a "$RESULTS/summary.txt"; exit 1; }
   for name in "${wanted[@]}"; do
     read -r gpus limit expected <<<"$(fields_of "$name")"
@@ -137,7 +164,7 @@ main() {
       [ $((seconds - SECONDS)) -ge "$limit" ] || limit=$((seconds - SECONDS))
       echo "=== $name" | tee -a "$RESULTS/log.txt"
       # A new bash, so that `timeout` may end all of it.
-      RESULTS="$RESULTS" PYTHON="$PYTHON" timeout --kill-after 15 "$limit" bash "${BASH_SOURCE[0]}" --step "$name" 2>&1 |
+      RESULTS="$RESULTS" PYTHON="$PYTHON" timeout --kill-after 15 "$limit" bash "$SCRIPT" --step "$name" 2>&1 |
         tee -a "$RESULTS/log.txt"
       code=${PIPESTATUS[0]}
       case $code in
@@ -156,6 +183,8 @@ main() {
 }
 
 if [ "${1:-}" = --step ]; then
+  check_steps "${2:-}"
+  [ -n "${RESULTS:-}" ] || refuse "--step is what this script runs itself by; give RESULTS and the names of steps"
   "step_$2"
 else
   main "$@"

@@ -66,3 +66,46 @@ def test_unknown_steps_and_machines_without_gpus(check):
     status, _, output = check(gpus=0)
     assert status == 1
     assert "no GPU" in output
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        ([], ["RESULTS [--seconds N] [STEP...]"]),
+        (["--seconds", "60"], ["RESULTS [--seconds N] [STEP...]"]),
+        (["{folder}", "--seconds"], ["RESULTS [--seconds N] [STEP...]", "--seconds is '', expected a whole number"]),
+        (["{folder}", "--seconds", "smoke"], ["--seconds is 'smoke', expected a whole number"]),
+        (["{folder}", "nonsense"], ["unknown step 'nonsense'; see --list"]),
+        (["{folder}", ""], ["unknown step ''; see --list"]),
+        (["/proc/none", "smoke"], ["RESULTS is /proc/none: no folder that can be made and written"]),
+        (["/proc", "smoke"], ["RESULTS is /proc: no folder that can be made and written"]),
+        (["--step", "nonsense"], ["unknown step 'nonsense'; see --list"]),
+        (["--step", "smoke"], ["give RESULTS and the names of steps"]),
+    ],
+)
+def test_wrong_usage_is_said_and_nothing_written(tmp_path: Path, args: list[str], words: list[str]) -> None:
+    folder = tmp_path / "results"
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": "false"}
+    command = [SCRIPT, *(arg.format(folder=folder) for arg in args)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert all(said in done.stderr for said in words), done.stderr
+    assert not folder.exists()
+    assert not Path("/summary.txt").exists()
+
+
+def test_help_is_its_own(tmp_path: Path) -> None:
+    for option in ("--help", "-h"):
+        # From another folder: the text is read from the script.
+        command = [os.path.relpath(SCRIPT, tmp_path), option]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "RESULTS [--seconds N] [STEP...]" in done.stdout
+        assert done.stdout.splitlines()[-1].startswith("Environment: PYTHON")
+
+
+def test_results_are_where_the_caller_is(tmp_path: Path) -> None:
+    subprocess.run(
+        [SCRIPT, "here", "--seconds", "0", "dispatch"], cwd=tmp_path, capture_output=True, check=False, timeout=60
+    )
+    assert (tmp_path / "here" / "summary.txt").read_text().startswith("dispatch ")
