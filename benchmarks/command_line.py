@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
 
+from epilora.errors import EpiloraError
+
 _EXIT_REFUSED = 2
 _EXIT_SIGNAL = 128
 _SHARED_MEMORY = Path("/dev/shm")
@@ -64,6 +66,15 @@ def need_cuda(parser: argparse.ArgumentParser, num_devices: int = 1, *, instead:
         needed = "a CUDA device is needed" if num_devices == 1 else f"{num_devices} CUDA devices are needed"
         there = f", {found} {'is' if found == 1 else 'are'} there" if found else ""
         refuse(parser, f"{needed}{there}{instead}")
+
+
+@contextmanager
+def refusing(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Refuses to go on where the block raises an error of the system's own, with its message."""
+    try:
+        yield
+    except EpiloraError as error:
+        refuse(parser, error.message)
 
 
 def end_in_order() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks.command_line import at_least, refusing
 from compute_worker.board_consensus import make_consensus
 from compute_worker.consensus import Consensus, Proposal
 from compute_worker.ep_group import EPGroup
@@ -61,14 +62,15 @@ def _median_us(seconds: list[float]) -> float:
 def main() -> None:
     """Entry point; run it with torchrun."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=at_least(1), default=2)
     parser.add_argument("--consensus", choices=["gloo", "auto"], default="gloo")
     parser.add_argument("--step-ms", type=float, default=5.0)
     arguments = parser.parse_args()
     settings = WorkerSettings(
         model=Path(), num_ranks=arguments.ranks, device="cpu", consensus=arguments.consensus, torch_threads=1
     )
-    group = EPGroup.from_environment(settings)
+    with refusing(parser):
+        group = EPGroup.from_environment(settings)
     consensus = make_consensus(settings, group)
     with torch.inference_mode():
         for name, measure in (("in between", in_between_us), ("during the step", during_us)):

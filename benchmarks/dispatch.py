@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.command_line import at_least, need_cuda, refusing
 from benchmarks.dispatch_costs import layer_us
 from compute_worker.board_consensus import make_consensus
 from compute_worker.collectives import all_gather, reduce_scatter
@@ -354,11 +356,16 @@ def main() -> None:
     """Entry point; run it with torchrun."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where to write the results (GPU only)")
-    parser.add_argument("--device", choices=["auto", "cpu"], default="auto")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--hidden", type=int, nargs="*", default=HIDDEN)
-    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
-    measure(parser.parse_args())
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--ranks", type=at_least(1), default=2)
+    parser.add_argument("--hidden", type=at_least(1), nargs="+", default=HIDDEN)
+    parser.add_argument("--tokens", type=at_least(1), nargs="+", default=TOKENS)
+    arguments = parser.parse_args()
+    if arguments.device == "cuda":
+        num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        need_cuda(parser, num_here, instead="; --device cpu tries the code without one")
+    with refusing(parser):
+        measure(arguments)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prompts import MAX_TOKENS, PROMPTS, Answer, answer_greedily
 from rich.console import Console
 from rich.table import Table
-from running_service import ROOT, running_service
+from running_service import ROOT, NotReadyError, running_service
 from safetensors.torch import load_file
 from train_adapter import CHECKPOINT, load_base, train_sailor
 from transformers import AutoTokenizer
@@ -234,12 +234,26 @@ def default_num_ranks() -> int:
 
 
 def main() -> int:
-    """Runs the demo; the exit status."""
+    """The command line; its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=default_num_ranks(), help="ranks (default: 2; 1 on a single GPU)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the served weights")
     arguments = parser.parse_args()
-    num_ranks, dtype = arguments.ranks, arguments.dtype
+    if arguments.ranks < 1:
+        parser.error(f"argument --ranks: {arguments.ranks} is too few, expected at least 1")
+    try:
+        return run(arguments.ranks, arguments.dtype)
+    except NotReadyError as error:
+        print(f"demo: error: {error}", file=sys.stderr)
+        return 1
+
+
+def run(num_ranks: int, dtype: str) -> int:
+    """Runs the demo; the exit status.
+
+    Raises:
+        NotReadyError: the service did not come up.
+    """
     console = Console(width=None if sys.stdout.isatty() else 160)
     (ROOT / ".demo").mkdir(exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix="run-", dir=ROOT / ".demo"))

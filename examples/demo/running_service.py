@@ -19,6 +19,10 @@ POLL_SECONDS = 0.1
 ROOT = Path(__file__).resolve().parents[2]
 
 
+class NotReadyError(Exception):
+    """The service did not come up; the message ends with its last error, and names its log."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunningService:
     """Where it listens."""
@@ -41,7 +45,7 @@ def running_service(
         directory: for its registry, its log (service.log) and its ready file.
 
     Raises:
-        RuntimeError: it ended, or was not ready in time; the message names the log.
+        NotReadyError: it ended, or was not ready in time.
     """
     log_path, ready_file = directory / "service.log", directory / "ready.json"
     command = [sys.executable, "-m", "epilora.cli", "serve", "--model", str(model), "--ranks", str(num_ranks)]
@@ -66,12 +70,23 @@ def _wait_until_ready(process: subprocess.Popen[bytes], ready_file: Path, log_pa
     deadline = time.monotonic() + START_SECONDS
     while not ready_file.exists():
         if process.poll() is not None:
-            raise RuntimeError(f"the service ended with {process.returncode} before it was ready, see {log_path}")
+            ended = f"the service ended with exit status {process.returncode} before it was ready"
+            raise NotReadyError(f"{ended}: {_last_error(log_path)}; see {log_path}")
         if time.monotonic() > deadline:
-            raise RuntimeError(f"the service was not ready within {START_SECONDS:g} s, see {log_path}")
+            late = f"the service was not ready within {START_SECONDS:g} s"
+            raise NotReadyError(f"{late}: {_last_error(log_path)}; see {log_path}")
         time.sleep(POLL_SECONDS)
     ready: dict[str, str] = json.loads(ready_file.read_text())
     return ready
+
+
+def _last_error(log_path: Path) -> str:
+    """What it said last of why it ended: its block that begins with "error:", else its last line."""
+    lines = log_path.read_text(errors="replace").splitlines()
+    begins = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+    # The message is the line after code and reason.
+    said = lines[begins[-1] : begins[-1] + 2] if begins else lines[-1:]
+    return " ".join(line.removeprefix("error: ").strip() for line in said) or "it said nothing"
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -36,6 +38,41 @@ def test_the_demo_agrees_with_peft_and_leaves_nothing_behind() -> None:
     assert set((REPOSITORY / ".demo").glob("*")) == before
 
 
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The demo's module."""
+    monkeypatch.syspath_prepend(str(DEMO))
+    return importlib.import_module("demo")
+
+
+@pytest.mark.parametrize("ranks", ["0", "-1"])
+def test_fewer_ranks_than_one_are_refused(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ranks: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--ranks", ranks])
+    with pytest.raises(SystemExit) as refused:
+        demo.main()
+    assert refused.value.code == 2
+    assert f"argument --ranks: {ranks} is too few, expected at least 1" in capsys.readouterr().err
+
+
+def test_a_service_that_does_not_come_up_leaves_its_last_error(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """What goes before takes seconds, and is not what this is about."""
+    monkeypatch.setattr(demo, "train_sailor", lambda *_: 0.0)
+    monkeypatch.setattr(demo, "answers_of_peft", lambda *_: {})
+    monkeypatch.setattr(demo, "CHECKPOINT", tmp_path)
+    monkeypatch.setattr(demo, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--ranks", "1"])
+    assert demo.main() == 1
+    (log,) = tmp_path.glob(".demo/run-*/service.log")
+    assert capsys.readouterr().err == (
+        "demo: error: the service ended with exit status 1 before it was ready: INVALID_ARGUMENT (NO_MODEL)"
+        f" --model is {tmp_path}, expected a directory with a checkpoint's config.json; see {log}\n"
+    )
+
+
 @pytest.mark.parametrize(
     "dtype, tokens, change, agrees",
     [
@@ -51,10 +88,8 @@ def test_the_demo_agrees_with_peft_and_leaves_nothing_behind() -> None:
     ids=["equal", "rounding", "off", "other token", "too short", "bf16 rounding", "bf16 off", "bf16 other token"],
 )
 def test_an_answer_that_differs_is_seen(
-    monkeypatch: pytest.MonkeyPatch, dtype: str, tokens: list[int], change: float, agrees: bool
+    demo: ModuleType, dtype: str, tokens: list[int], change: float, agrees: bool
 ) -> None:
-    monkeypatch.syspath_prepend(str(DEMO))
-    import demo
     from prompts import Answer
 
     expected = Answer(prompt_ids=[1], token_ids=[5, 6], logits_TV=torch.ones(2, 8))

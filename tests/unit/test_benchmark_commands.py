@@ -80,6 +80,20 @@ def test_fewer_gpus_than_ranks_are_refused(command: Command, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
+    "line, error",
+    [
+        ("dispatch", "dispatch: error: a CUDA device is needed; --device cpu tries the code without one"),
+        ("dispatch --device cpu", "dispatch: error: WORLD_SIZE is 1, expected EPILORA_NUM_RANKS = 2; start torchrun "),
+        ("consensus", "consensus: error: WORLD_SIZE is 1, expected EPILORA_NUM_RANKS = 2; start torchrun "),
+    ],
+)
+def test_ranks_without_torchrun_or_gpus_are_told_in_one_line(command: Command, line: str, error: str) -> None:
+    ended = command(*line.split())
+    assert (ended.status, ended.out, ended.err.count("\n")) == (2, "", 1)
+    assert ended.err.startswith(error)
+
+
+@pytest.mark.parametrize(
     "line, words",
     [
         ("kernels --shapes z", "argument --shapes: 'z' is none of a, b, c"),
