@@ -17,11 +17,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import structlog
+
+from epilora.errors import EpiloraError
+from epilora.last_error import WORKERS, leave_last_error
 from epilora.logs import setup_logs
 from epilora.process import die_with_parent
 from epilora.restarts import Restarts
 from epilora.settings import WorkerSettings
-from epilora.settings_errors import settings_or_exit
+from epilora.settings_errors import EXIT_BAD_SETTINGS, settings_or_exit
+
+log = structlog.get_logger(__name__)
 
 _GPU_DRIVER = Path("/dev/nvidiactl")
 _SIGNAL_EXIT = 128
@@ -45,6 +51,13 @@ def main() -> None:
         program, args = run_rank, (mine,)
     from compute_worker.group_agent import GroupAgent, SignalException, WorkerState
 
+    try:
+        settings.check_expert_backend(settings.why_no_kernels(on_gpu=_is_on_gpu(settings)))
+    except EpiloraError as error:
+        # Every rank would find it, and torchelastic report each.
+        log.error("cannot start", reason=error.reason, message=error.message)
+        leave_last_error(settings.run_dir, WORKERS, error)
+        sys.exit(EXIT_BAD_SETTINGS)
     agent = GroupAgent(
         num_ranks=settings.num_ranks,
         program=program,
@@ -61,6 +74,14 @@ def main() -> None:
         sys.exit(_SIGNAL_EXIT + error.sigval)
     if result.state is not WorkerState.SUCCEEDED:
         sys.exit(agent.exit_code)
+
+
+def _is_on_gpu(settings: WorkerSettings) -> bool:
+    """Whether the ranks will be, as far as the settings and the devices of this host tell."""
+    import torch  # not above: OMP_NUM_THREADS counts when it is imported
+
+    # To count devices does not begin to use CUDA, which would not survive a fork.
+    return settings.device == "cuda" or (settings.device == "auto" and torch.cuda.device_count() > 0)
 
 
 def run_rank(launcher_pid: str) -> None:

@@ -32,6 +32,7 @@ from compute_worker.recurrent import RecurrentLayers, attach_recurrent, fixed_pa
 from compute_worker.runner_parts import (
     MAX_KERNEL_RANK,
     attach_expert_layers,
+    check_backend,
     choose_backend,
     compute_exactly,
     make_experts,
@@ -82,6 +83,7 @@ class ModelRunner:
             InvalidArgumentError: the weights do not fit config.json, or the settings do not fit the device.
         """
         assert placement.num_ranks * group.expert_tp == group.num_ranks, (placement.num_ranks, group)
+        check_backend(settings, group.device)
         shard = ExpertShard.make(group.expert_tp_rank, group.expert_tp, model)
         register_functions()
         compute_exactly()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -64,6 +63,15 @@ def compute_exactly() -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
+def check_backend(settings: WorkerSettings, device: torch.device) -> None:
+    """What can be said of the expert backend before weights are read.
+
+    Raises:
+        InvalidArgumentError: triton was asked for, and the kernels cannot run here.
+    """
+    settings.check_expert_backend(_why_no_kernels(settings, device))
+
+
 def choose_backend(settings: WorkerSettings, model: PreTrainedModel, spec: ModelSpec, device: torch.device) -> str:
     """Name of the expert backend; auto: on a GPU triton, or grouped where the kernels do not fit, and loop on a CPU.
 
@@ -74,11 +82,9 @@ def choose_backend(settings: WorkerSettings, model: PreTrainedModel, spec: Model
     if name == "auto" and device.type != "cuda":
         name = "loop"
     if name in ("auto", "triton"):
-        why_not = _why_not_triton(settings, [weights_of(model.get_submodule(moe.module)) for moe in spec.moe_layers])
-        if why_not and name == "triton":
-            raise InvalidArgumentError(
-                f"EPILORA_EXPERT_BACKEND is triton, but {why_not}; use auto or grouped", reason="EXPERT_BACKEND"
-            )
+        layers = [weights_of(model.get_submodule(moe.module)) for moe in spec.moe_layers]
+        why_not = _why_no_kernels(settings, device) or _why_not_triton(layers)
+        settings.check_expert_backend(why_not)
         if why_not:
             _log.warning("the fused expert kernels cannot be used; expert steps are slower", why=why_not)
         name = "grouped" if why_not else "triton"
@@ -86,13 +92,13 @@ def choose_backend(settings: WorkerSettings, model: PreTrainedModel, spec: Model
     return name
 
 
-def _why_not_triton(settings: WorkerSettings, layers: list[ExpertWeights]) -> str:
+def _why_no_kernels(settings: WorkerSettings, device: torch.device) -> str:
     if not HAS_TRITON:
         return "triton is not installed"
-    if settings.adapter_dtype != "model":
-        return "EPILORA_ADAPTER_DTYPE is file, and the kernels take adapters in the model's type"
-    if not layers[0].gate_up_eHD.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return "the device is a CPU"
+    return settings.why_no_kernels(on_gpu=device.type == "cuda")
+
+
+def _why_not_triton(layers: list[ExpertWeights]) -> str:
     from compute_worker.experts_triton import activation_of, why_not
 
     return next((why for weights in layers if (why := why_not(weights, activation_of(weights)))), "")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -148,6 +149,25 @@ class WorkerSettings(CommonSettings):
                 reason="EXPERT_TP",
             )
         return num_ranks // self.expert_tp
+
+    def why_no_kernels(self, *, on_gpu: bool) -> str:
+        """Why the fused expert kernels cannot run, whatever the model is; empty: they can, as far as settings tell."""
+        if self.adapter_dtype != "model":
+            return "EPILORA_ADAPTER_DTYPE is file, and the kernels take adapters in the model's type"
+        if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+            return "the device is a CPU"
+        return ""
+
+    def check_expert_backend(self, why_no_kernels: str) -> None:
+        """Does nothing where the kernels are not asked for, or can run.
+
+        Raises:
+            InvalidArgumentError: expert_backend is triton, and they cannot (reason EXPERT_BACKEND).
+        """
+        if self.expert_backend == "triton" and why_no_kernels:
+            raise InvalidArgumentError(
+                f"EPILORA_EXPERT_BACKEND is triton, but {why_no_kernels}; use auto or grouped", reason="EXPERT_BACKEND"
+            )
 
 
 class LoaderSettings(CommonSettings):

@@ -15,6 +15,8 @@ from epilora.settings import CommonSettings
 
 EXIT_BAD_SETTINGS = 78
 """sysexits.h's EX_CONFIG: starting the process again will not help."""
+REASONS_OF_VARIABLES = ("EXPERT_BACKEND", "EXPERT_TP")
+"""Of errors in variables without an option of `epilora serve`, found by what knows the model or the device."""
 S = TypeVar("S", bound=CommonSettings)
 _UNPARSED_FIELD = re.compile(r'field "(\w+)"')
 

@@ -22,7 +22,7 @@ from epilora.logs import setup_logs
 from epilora.model_spec import ModelSpec, reading_model
 from epilora.placement import ExpertPlacement
 from epilora.settings import CommonSettings, GatewaySettings, LoaderSettings, WorkerSettings
-from epilora.settings_errors import EXIT_BAD_SETTINGS, Problem, problems_of
+from epilora.settings_errors import EXIT_BAD_SETTINGS, REASONS_OF_VARIABLES, Problem, problems_of
 
 EXIT_USAGE = 2
 EXIT_SIGNAL = 128
@@ -148,7 +148,8 @@ def serve(
         with directories.owned():
             killed_by = asyncio.run(_run(serve_options))
     except EpiloraError as error:
-        raise fail(error) from None
+        ending = fail(error)
+        raise typer.Exit(EXIT_BAD_SETTINGS) if error.reason in REASONS_OF_VARIABLES else ending from None
     if killed_by is not None:
         raise typer.Exit(EXIT_SIGNAL + killed_by)
 
@@ -196,6 +197,8 @@ def _check_model(settings: WorkerSettings) -> None:
             raise InvalidArgumentError(
                 f"--model is {settings.model}, expected a directory with a checkpoint's config.json", reason="NO_MODEL"
             )
+    # Where the device is `auto`, the workers' launcher looks at it.
+    settings.check_expert_backend(settings.why_no_kernels(on_gpu=settings.device != "cpu"))
     num_placed = settings.num_placed(settings.num_ranks)
     # Others are described by transformers, which only workers have; they say it if they cannot.
     if ModelSpec.model_type_of(settings.model) in SIZED_FAMILIES:

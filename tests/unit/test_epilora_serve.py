@@ -21,6 +21,7 @@ from epilora.cli.children import descendants
 from epilora.cli.directories import Directories
 from epilora.cli.serve import _check_model, read_settings
 from epilora.errors import FailedPreconditionError, InvalidArgumentError
+from epilora.last_error import WORKERS, read_last_error
 from epilora.settings import WorkerSettings
 from tests.unit.test_epilora_cli import REPOSITORY, run
 
@@ -245,6 +246,14 @@ def test_serve_ends_when_the_loader_can_never_start(tmp_path: Path) -> None:
         (["--listen=127.0.0.1:99999"], {}, 2, "--listen is '127.0.0.1:99999'"),
         ([], {"EPILORA_NUM_RANKS": "two"}, 78, "EPILORA_NUM_RANKS is 'two'"),
         (["--placement=/none.json"], {}, 1, "/none.json"),
+        (["--ranks=4"], {"EPILORA_EXPERT_TP": "3"}, 78, "EPILORA_EXPERT_TP is 3, which does not divide the 4 ranks"),
+        (["--device=cpu"], {"EPILORA_EXPERT_BACKEND": "triton"}, 78, "is triton, but the device is a CPU; use auto"),
+        (
+            [],
+            {"EPILORA_EXPERT_BACKEND": "triton", "EPILORA_ADAPTER_DTYPE": "file"},
+            78,
+            "EPILORA_ADAPTER_DTYPE is file",
+        ),
     ],
 )
 def test_refused_before_anything_starts(
@@ -257,6 +266,58 @@ def test_refused_before_anything_starts(
     assert words in failed.stderr
     assert "Traceback" not in failed.stderr
     assert not (tmp_path / "s").exists()
+
+
+@pytest.fixture
+def without_weights(tmp_path: Path) -> Path:
+    """A model of which no weights can be read."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_bytes((MODELS / "qwen3moe-T" / "config.json").read_bytes())
+    return model
+
+
+NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "EPILORA_EXPERT_BACKEND": "triton"}
+
+
+def test_a_backend_that_the_device_cannot_have_ends_the_service_before_weights_are_read(
+    without_weights: Path, tmp_path: Path
+) -> None:
+    """What the device is, only the workers' launcher knows."""
+    failed = run(
+        *("serve", f"--model={without_weights}", f"--state-dir={tmp_path / 's'}"),
+        *("--listen=127.0.0.1:0", "--metrics-listen=127.0.0.1:0"),
+        environment=NO_GPU,
+    )
+    assert failed.returncode == 78, failed.stderr
+    assert failed.stderr.endswith("EPILORA_EXPERT_BACKEND is triton, but the device is a CPU; use auto or grouped\n")
+    assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.parametrize("module", ["compute_worker", "compute_worker.launch"])
+def test_workers_alone_find_such_a_backend_before_weights_are_read(
+    module: str, without_weights: Path, tmp_path: Path
+) -> None:
+    failed = subprocess.run(
+        [sys.executable, "-m", module],
+        cwd=REPOSITORY,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "EPILORA_MODEL": str(without_weights),
+            "EPILORA_RUN_DIR": str(tmp_path),
+            **NO_GPU,
+        },
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert failed.returncode == 78, failed.stderr
+    assert "EPILORA_EXPERT_BACKEND is triton, but the device is a CPU" in failed.stdout + failed.stderr
+    assert "Traceback" not in failed.stderr
+    error = read_last_error(tmp_path, WORKERS)
+    assert error is not None
+    assert error.reason == "EXPERT_BACKEND"
 
 
 def test_a_placement_is_over_the_ranks_that_do_not_share_experts(tmp_path: Path) -> None:
