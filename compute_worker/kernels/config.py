@@ -94,6 +94,8 @@ class MoEConfig:
                 raise ValueError(f"{name} must be 0, 16 or 32 and at most block_m {self.block_m}, got {rows}")
             if rows and (self.gate_up.swap or self.down.swap):
                 raise ValueError(f"{name} does not go with a tile that has the weights on the M side (swap)")
+        if not 0 <= self.tail_m <= self.block_m:
+            raise ValueError(f"tail_m must be at most block_m {self.block_m}, got {self.tail_m}")
         if self.expand_down not in ("combine", "grouped", "epilogue"):
             raise ValueError(f"expand_down must be combine, grouped or epilogue, got {self.expand_down!r}")
         if self.expand_down == "epilogue" and not self.fused:

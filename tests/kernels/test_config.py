@@ -97,6 +97,8 @@ def test_more_rows_in_a_tile_than_there_is_a_body_for_are_refused():
     fine = config.rule(_weights(), num_tokens=4096, top_k=8)
     with pytest.raises(ValueError, match="lora_extra_m must be 0, 16 or 32 and at most block_m 128, got 64"):
         dataclasses.replace(fine, lora_extra_m=64)
+    with pytest.raises(ValueError, match="tail_m must be at most block_m 128, got 256"):
+        dataclasses.replace(fine, tail_m=256)
     swapped = dataclasses.replace(fine.down, swap=True)
     with pytest.raises(ValueError, match="extra_m does not go with"):
         dataclasses.replace(fine, extra_m=16, down=swapped)
