@@ -29,6 +29,24 @@ from compute_worker.kernels.tiles import base_tile, bin_of_rows, row_of_base_til
 
 
 @triton.jit
+def _looked_up(route, table, columns, tile, expert, pos, row_mask, slots_1, max_groups, NUM_PROJ: tl.constexpr,
+               ADDS: tl.constexpr, DIRECT: tl.constexpr):  # fmt: skip
+    """(bin of each row, widest, words, number of groups): what an epilogue that adds deltas needs of its tile.
+
+    To be called before the long loop, so that the epilogue need not wait for them one after the other. Without ADDS
+    nothing is read.
+    """
+    rows_bin = pos
+    widest = 0
+    words = columns.words
+    num_groups = 0
+    if ADDS:
+        rows_bin = bin_of_rows(route, expert, pos, row_mask, slots_1, DIRECT, ".cg")
+        widest, words, num_groups = list_of_tile(columns, table, tile, max_groups, NUM_PROJ)
+    return rows_bin, widest, words, num_groups
+
+
+@triton.jit
 def _finish(acc, bias_ptr, out_ptr, s_ptr, widest, words, num_groups, expert, pos, row_mask, rows_bin, n, n_mask,
             num_rows, s_stride, N: tl.constexpr, EXPANDS: tl.constexpr, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr,
             DTYPE: tl.constexpr):  # fmt: skip
@@ -70,14 +88,8 @@ def _gemm_tile(x_ptr, w, bias_ptr, out_ptr, s_ptr, route, table, columns, x_row,
             extra_x_row = extra_pos
         extra_ptrs = x_ptr + extra_x_row.to(tl.int64)[:, None] * K + k[None, :]
         extra = tl.zeros([BLOCK_N, EXTRA_M], tl.float32)
-    rows_bin = pos
-    widest = 0
-    num_groups = 0
-    words = columns.words
-    if EXPANDS:
-        # Looked up before the long loop, so that the epilogue need not wait for them one after the other.
-        rows_bin = bin_of_rows(route, expert, pos, row_mask, slots_1, DIRECT, ".cg")
-        widest, words, num_groups = list_of_tile(columns, table, tile, max_groups, 1)
+    rows_bin, widest, words, num_groups = _looked_up(route, table, columns, tile, expert, pos, row_mask, slots_1,
+                                                     max_groups, 1, EXPANDS, DIRECT)  # fmt: skip
     if not USE_TMA:
         w_ptrs = w + expert.to(tl.int64) * (N * K) + n[:, None] * K + k[None, :]
     if SWAP:
@@ -231,14 +243,8 @@ def _gate_up_act_tile(x_ptr, w, bias_ptr, act_ptr, s_ptr, route, table, columns,
         extra_ptrs = x_ptr + extra_x_row.to(tl.int64)[:, None] * K + k[None, :]
         extra_gate = tl.zeros([BLOCK_F, EXTRA_M], tl.float32)
         extra_up = tl.zeros([BLOCK_F, EXTRA_M], tl.float32)
-    rows_bin = pos
-    widest = 0
-    num_groups = 0
-    words = columns.words
-    if HAS_LORA:
-        # Looked up before the long loop, so that the epilogue need not wait for them one after the other.
-        rows_bin = bin_of_rows(route, expert, pos, row_mask, slots_1, DIRECT, ".cg")
-        widest, words, num_groups = list_of_tile(columns, table, tile, max_groups, 2)
+    rows_bin, widest, words, num_groups = _looked_up(route, table, columns, tile, expert, pos, row_mask, slots_1,
+                                                     max_groups, 2, HAS_LORA, DIRECT)  # fmt: skip
     if not USE_TMA:
         w_expert = w + expert.to(tl.int64) * (2 * F * K)
         gate_ptrs = w_expert + gate_row[:, None] * K + k[None, :]
