@@ -19,103 +19,14 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from compute_worker.kernels.activation import activation_kernel
-from compute_worker.kernels.adapter_table import AdapterTable, KernelTable
+from compute_worker.kernels.adapter_table import AdapterTable
 from compute_worker.kernels.combine import combine_kernel, expand_down_kernel
 from compute_worker.kernels.config import GemmTile, MoEConfig, choose_config
-from compute_worker.kernels.delta_columns import Columns, max_groups
-from compute_worker.kernels.first_tiles import num_first_tiles
+from compute_worker.kernels.delta_columns import Columns
 from compute_worker.kernels.gemm import expert_gemm_kernel, gate_up_act_kernel, shrink_kernel
 from compute_worker.kernels.layout import MoEWeights
-from compute_worker.kernels.lora import NARROW_COLUMNS
-from compute_worker.kernels.route import Route, build_route, max_base_tiles, max_pair_tiles, unsorted_route
-
-_SHRINK_STAGE_BYTES = 24 << 10
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Step:
-    """What all launches of one call share."""
-
-    x_TD: torch.Tensor
-    topk_expert_TK: torch.Tensor
-    topk_weight_TK: torch.Tensor
-    adapter_slot_T: torch.Tensor
-    weights: MoEWeights
-    table: AdapterTable | None
-    config: MoEConfig
-    route: Route
-    num_rows: int
-    base_tiles: int
-    pair_tiles: int
-    direct: int
-    """Rows of a step of one token, which needs no sort; 0 where `route` holds a sorted order."""
-    extra_m: int
-    """Rows that an expert's last base tile may have over block_m."""
-    pdl: bool
-
-    @property
-    def slots_1(self) -> int:
-        return (self.table.num_slots if self.table else 0) + 1
-
-    @property
-    def pointers(self) -> Any:
-        """The table's tensors; the route stands in where no kernel reads them."""
-        return self.table.for_kernels if self.table else KernelTable(*([self.route.header] * 5))
-
-    @property
-    def block_r(self) -> int:
-        """Lora ranks per step of a rank loop: from the table's limit, which outlives the adapters in it."""
-        return min(64, max(16, triton.next_power_of_2(self.table.max_lora_rank))) if self.table else 16
-
-    @property
-    def s_stride(self) -> int:
-        return triton.cdiv(self.table.max_lora_rank, 16) * 16 if self.table else 16
-
-    @property
-    def first_tiles(self) -> int:
-        """Base tiles that the down GEMM may begin on while the last gate and up tiles run; 0 where it may not."""
-        c = self.config
-        if self.table or self.direct or not (c.fused and c.base_pdl and c.gate_up.n_fastest and c.down.n_fastest):
-            return 0
-        n_blocks = triton.cdiv(self.weights.hidden_size, c.down.block_n)
-        return min(num_first_tiles(n_blocks, c.down.num_warps), self.base_tiles)
-
-    @property
-    def gate_up_blocks(self) -> int:
-        """Programs a base tile of the fused gate and up GEMM."""
-        return int(triton.cdiv(self.weights.intermediate_size, self.config.gate_up.block_n))
-
-    @property
-    def launch(self) -> dict[str, bool]:
-        return {"PDL": self.pdl, "launch_pdl": self.pdl}
-
-    def shrink_blocks(self, num_proj: int, splits: int = 1) -> dict[str, int]:
-        """Blocks of a shrink of num_proj projections: about as many bytes a stage whatever the ranks, so that wide
-        adapters do not take the GEMM's programs their room beside each other."""
-        all_columns = num_proj * self.block_r
-        columns = all_columns if splits > 1 else min(all_columns, max(16, self.config.shrink_columns))
-
-        def block_k(columns: int) -> int:
-            row_bytes = self.x_TD.element_size() * (self.config.pair_block_m + columns)
-            largest = 1 << (_SHRINK_STAGE_BYTES // row_bytes).bit_length() - 1
-            return max(32, min(self.config.shrink_block_k, largest))
-
-        narrow = block_k(min(columns, NARROW_COLUMNS.value))
-        stages = self.config.shrink_stages
-        return {"columns": columns, "block_k": block_k(columns), "narrow_block_k": narrow, "stages": stages}
-
-    @property
-    def max_groups(self) -> int:
-        """Groups of columns that a base tile may have; 0 without a table."""
-        if self.table is None:
-            return 0
-        return max_groups(self.config.block_m + self.extra_m, self.table.num_slots, self.table.max_lora_rank)
-
-    def empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=self.x_TD.dtype, device=self.x_TD.device)
-
-    def shrunk(self, num_proj: int) -> torch.Tensor:
-        return self.empty(num_proj, self.num_rows, self.s_stride) if self.table else self.x_TD
+from compute_worker.kernels.route import build_route, max_base_tiles, max_pair_tiles, unsorted_route
+from compute_worker.kernels.step import Step
 
 
 def moe(
@@ -157,7 +68,7 @@ def moe(
             topk_expert_TK, adapter_slot_T, num_experts=e, num_slots=num_slots, block_m=config.block_m,
             pair_block_m=config.pair_block_m, extra_m=extra_m, pdl=pdl,
         )  # fmt: skip
-    step = _Step(
+    step = Step(
         x_TD=x_TD, topk_expert_TK=topk_expert_TK, topk_weight_TK=topk_weight_TK, adapter_slot_T=adapter_slot_T,
         weights=weights, table=adapter_table, config=config, route=route, num_rows=n,
         base_tiles=direct or max_base_tiles(n, e, config.block_m),
@@ -170,7 +81,7 @@ def moe(
     return _combine(step, y_nD, down_s)
 
 
-def _gate_up_split(step: _Step, top_k: int, lists: _Lists) -> torch.Tensor:
+def _gate_up_split(step: Step, top_k: int, lists: _Lists) -> torch.Tensor:
     """act [n, F]: GEMM with the shrinks in its grid, then activation with the expands."""
     w, table = step.weights, step.table
     f, config = w.intermediate_size, step.config
@@ -201,7 +112,7 @@ class _Lists:
     down: Columns
 
 
-def _empty_lists(step: _Step) -> _Lists:
+def _empty_lists(step: Step) -> _Lists:
     """Where no kernel reads a list, some other tensor stands in."""
     nothing = Columns(step.route.header, step.route.header)
     if step.table is None or not step.config.fused:
@@ -217,7 +128,7 @@ def _empty_lists(step: _Step) -> _Lists:
     return _Lists(gate_up=gate_up, down=down)
 
 
-def _gate_up_fused(step: _Step, top_k: int, lists: _Lists) -> torch.Tensor:
+def _gate_up_fused(step: Step, top_k: int, lists: _Lists) -> torch.Tensor:
     """act [n, F]: shrinks alone, then one GEMM whose epilogue expands and activates."""
     w, config, tile = step.weights, step.config, step.config.gate_up
     if not w.activation.gated:
@@ -244,7 +155,7 @@ def _gate_up_fused(step: _Step, top_k: int, lists: _Lists) -> torch.Tensor:
     return act
 
 
-def _down(step: _Step, act_nF: torch.Tensor, lists: _Lists) -> tuple[torch.Tensor, torch.Tensor]:
+def _down(step: Step, act_nF: torch.Tensor, lists: _Lists) -> tuple[torch.Tensor, torch.Tensor]:
     """(y [n, D] by position, shrink results that combine still has to expand)."""
     w, config = step.weights, step.config
     y = step.empty(step.num_rows, w.hidden_size)
@@ -266,7 +177,7 @@ def _down(step: _Step, act_nF: torch.Tensor, lists: _Lists) -> tuple[torch.Tenso
     return y, s
 
 
-def _combine(step: _Step, y_nD: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+def _combine(step: Step, y_nD: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
     w, config = step.weights, step.config
     num_tokens, top_k = step.topk_expert_TK.shape
     expands = step.table is not None and config.expand_down == "combine"
@@ -284,7 +195,7 @@ def _combine(step: _Step, y_nD: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
 
 
 def _gemm(
-    step: _Step,
+    step: Step,
     x: torch.Tensor,
     weight_eNK: torch.Tensor,
     bias_eN: torch.Tensor | None,
@@ -320,7 +231,7 @@ def _gemm(
 
 
 def _shrink(
-    step: _Step, x: torch.Tensor, s: torch.Tensor, top_k: int, first_proj: int, num_proj: int, splits: int,
+    step: Step, x: torch.Tensor, s: torch.Tensor, top_k: int, first_proj: int, num_proj: int, splits: int,
     lists: _Lists, *, writes_lists: bool = False,
 ) -> None:  # fmt: skip
     """Launch shrink_kernel, which writes s and, if asked to, the lists of columns."""
