@@ -16,6 +16,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.kernel_report import REFERENCE, reference_us
+
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 
@@ -69,32 +73,23 @@ def measurements() -> Iterator[str]:
 
 def kernels() -> Iterator[str]:
     """One expert layer of three models: without adapters, and with 8 of rank 16 and of rank 64."""
-    ours, theirs = (
-        json.loads((ROOT / "benchmarks" / path).read_text())
-        for path in ("results/kernels.json", "reference/h200_vllm_0_24.json")
-    )
+    cells = json.loads((ROOT / "benchmarks" / "results" / "kernels.json").read_text())["cells"]
+    theirs = json.loads(REFERENCE.read_text())["cells"]
     models = {"a": "Qwen3-30B-A3B", "b": "DeepSeek-V3, 1 of 8 ranks", "c": "Mixtral 8x7B"}
     yield "| layer | tokens | base | 8 adapters, rank 16 | 8 adapters, rank 64 |"
     yield "| --- | --: | --: | --: | --: |"
 
-    def shown(us: float, floor_us: float, **wanted: object) -> str:
-        found = (c["us"] for c in theirs["cells"] if all(c.get(key) == value for key, value in wanted.items()))
-        reference_us = next(found, None)
-        faster = "" if reference_us is None else f", {reference_us / us:.2f} x"
+    def shown(us: float, floor_us: float, reference: float | None) -> str:
+        faster = "" if reference is None else f", {reference / us:.2f} x"
         return f"{us:.0f} us, {us / floor_us:.2f}{faster}"
 
     for shape, model in models.items():
         for tokens in (1, 64, 256, 1024, 4096, 16384):
-            where = {"shape": shape, "tokens": tokens}
-            cells = {
-                c["lora_rank"]: c
-                for c in ours["cells"]
-                if c["adapters"] == 8 and not c["half"] and all(c[key] == value for key, value in where.items())
-            }
-            row = [shown(cells[16]["base_us"], cells[16]["floor_base_us"], kind="base", **where)]
-            for rank in (16, 64):
-                c = cells[rank]
-                row.append(shown(c["lora_us"], c["floor_lora_us"], kind="lora", adapters=8, lora_rank=rank, **where))
+            wanted = {"shape": shape, "tokens": tokens, "adapters": 8, "half": False}
+            found = {c["lora_rank"]: c for c in cells if all(c[key] == value for key, value in wanted.items())}
+            row = [shown(found[16]["base_us"], found[16]["floor_base_us"], reference_us(theirs, found[16])[0])]
+            for c in (found[16], found[64]):
+                row.append(shown(c["lora_us"], c["floor_lora_us"], reference_us(theirs, c)[1]))
             yield f"| {model} | {tokens} | " + " | ".join(row) + " |"
 
 
